@@ -24,13 +24,16 @@ def interleave(emit: Emitter, field: Field, rows: Sequence[Value], packed: Value
         return
     together = min(n, WIDTH // chunk)  # rows whose chunks meet in one vector
     place = range(field.source_bytes // chunk) if field.order is None else [field.order.index(c) for c in range(16)]
-    for first in range(0, n, together):
-        for column in range(0, field.source_bytes, WIDTH):
+    for column in range(0, field.source_bytes, WIDTH):
+        finished = {}
+        for first in range(0, n, together):
             loaded = [emit.load(row, field.source_offset + column) for row in rows[first : first + together]]
             for j, vector in enumerate(emit.rotate(loaded, chunk, _log2(together))):
                 c, r = divmod(j * WIDTH // chunk, together)
                 target = (place[column // chunk + c] * n + first + r) * chunk
-                emit.store(packed, field.target_offset + target, emit.xor(vector, field.xor))
+                finished[field.target_offset + target] = emit.xor(vector, field.xor)
+        for target in sorted(finished):  # a cache line is written at one go, which non-temporal stores need
+            emit.store(packed, target, finished[target])
 
 
 def separate(emit: Emitter, field: Field, rows: Sequence[Value], packed: Value) -> None:
