@@ -1,0 +1,113 @@
+"""How refimpl itself answers: one function per kind and operation (golden/README.md, "Kinds").
+
+Inputs and outputs are those of the protocol, so refimpl is judged by the same questions as any other program.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict
+
+import numpy as np
+
+from refimpl.conformance.schema import JsonObject
+from refimpl.errors import LayoutError
+from refimpl.placement.llama import TensorSpec, place
+from refimpl.repack.llama import CpuFeatures, layout_for, refusal
+from refimpl.repack.tensor import Version, repack, unpack
+from refimpl.types import type_by_name
+from refimpl.units import mib
+
+VERSIONS: dict[str, tuple[Version, ...]] = {"repack": ("clear", "fast")}
+"""The kinds of which both versions are judged, each with a result of its own."""
+
+_UNTOUCHED = 0xA5
+
+
+class Unsupported(Exception):
+    """The input asks for something that is not built; the text says what."""
+
+
+def answer(kind: str, op: str, given: JsonObject, version: Version = "fast") -> JsonObject:
+    """The output of refimpl for one request.
+
+    Raises
+    ------
+    Unsupported
+        Not built.
+    RefimplError
+        What refimpl refuses, except an ineligible repack, which is an output.
+    """
+    run = _ANSWERS.get((kind, op))
+    if run is None:
+        raise Unsupported(f"operation {op} of kind {kind} is not built yet")
+    return run(given, version)
+
+
+def _repack(given: JsonObject, version: Version) -> JsonObject:
+    """A refusal must leave the destination as it was, so it is filled beforehand and looked at afterwards."""
+    data = base64.b64decode(given["data_b64"], validate=True)
+    out = np.full(len(data), _UNTOUCHED, np.uint8)
+    try:
+        repack(data, given["src_type"], given["layout"], given["ne"], out, version=version)
+    except LayoutError as error:
+        if (out != _UNTOUCHED).any():
+            raise AssertionError(f"the destination was written, and then: {error}") from error
+        return {"eligible": False, "dst_sha256": None}
+    return {"eligible": True, "dst_nbytes": out.nbytes, "dst_sha256": hashlib.sha256(out.tobytes()).hexdigest()}
+
+
+def _unpack(given: JsonObject, version: Version) -> JsonObject:
+    data = base64.b64decode(given["data_b64"], validate=True)
+    out = unpack(data, given["src_type"], given["layout"], given["ne"], version=version)
+    return {"src_nbytes": out.nbytes, "src_sha256": hashlib.sha256(out.tobytes()).hexdigest()}
+
+
+def cpu_features(given: JsonObject) -> CpuFeatures:
+    """CpuFeatures from the object of a vectors file, where a flag is 0 or 1 and an absent one is 0."""
+    return CpuFeatures(**{name: type(value)(given.get(name, 0)) for name, value in asdict(CpuFeatures()).items()})
+
+
+def _layout(given: JsonObject, version: Version) -> JsonObject:
+    tensor_type, cpu = type_by_name(given["type"], "llama.cpp"), cpu_features(given["features"])
+    layouts = {ne1: layout_for(tensor_type, ne1, cpu) for ne1 in given["ne1"]}
+    return {"layout_by_ne1": {str(ne1): layout and layout.name for ne1, layout in layouts.items()}}
+
+
+def _eligible(given: JsonObject, version: Version) -> JsonObject:
+    tensor_type, cpu = type_by_name(given["type"], "llama.cpp"), cpu_features(given["features"])
+    return {"supported": refusal(given["op"], tensor_type, given["ne"], cpu, given["src1_type"]) is None}
+
+
+def _place(given: JsonObject, version: Version) -> JsonObject:
+    """An override to CPU changes nothing without devices (placement: repack-llama.md 5.5)."""
+    model, options = given["model"], given["options"]
+    if options.get("devices"):
+        raise Unsupported("device placement is not built yet")
+    if any(not override.endswith("=CPU") for override in options.get("override_tensor", ())):
+        raise Unsupported("an override to another buffer than CPU is not built yet")
+    tensors = [TensorSpec(name, type_by_name(kind, "llama.cpp"), tuple(ne)) for name, kind, ne in model["tensors"]]
+    placement = place(
+        model["arch"],
+        tensors,
+        cpu=cpu_features(given["cpu_features"]),
+        repack=options.get("repack", True),
+        mmap=options.get("mmap", True),
+        n_layer=model.get("n_layer"),
+    )
+    return {
+        "cpu_repack": sorted([row.name, row.layout.name] for row in placement.rows if row.layout),
+        "buffer_mib": {name: float(mib(nbytes)) for name, nbytes in placement.buffer_bytes().items()},
+        "model_size_bytes": placement.model_bytes,
+    }
+
+
+_ANSWERS: dict[tuple[str, str], Callable[[JsonObject, Version], JsonObject]] = {
+    ("repack", "repack"): _repack,
+    ("repack", "unpack"): _unpack,
+    ("repack-dispatch", "layout"): _layout,
+    ("repack-dispatch", "eligible"): _eligible,
+    ("repack-placement", "place"): _place,
+}
