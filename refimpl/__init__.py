@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from refimpl.errors import RefimplError
     from refimpl.gguf.header import Header
     from refimpl.gguf.source import open_header as open
-    from refimpl.load.loader import load
-    from refimpl.load.model import LoadedModel
+    from refimpl.loading.loader import load
+    from refimpl.loading.model import LoadedModel
     from refimpl.repack.tensor import repack, unpack
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Header": ("refimpl.gguf.header", "Header"),
-    "LoadedModel": ("refimpl.load.model", "LoadedModel"),
+    "LoadedModel": ("refimpl.loading.model", "LoadedModel"),
     "RefimplError": ("refimpl.errors", "RefimplError"),
-    "load": ("refimpl.load.loader", "load"),
+    "load": ("refimpl.loading.loader", "load"),
     "open": ("refimpl.gguf.source", "open_header"),
     "repack": ("refimpl.repack.tensor", "repack"),
     "unpack": ("refimpl.repack.tensor", "unpack"),

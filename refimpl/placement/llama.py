@@ -165,9 +165,7 @@ def place_header(
     )
 
 
-def _row(
-    arch: str, index: int, tensor: Described, cpu: CpuFeatures, repack: bool, unused: bool, listed: bool
-) -> Row:
+def _row(arch: str, index: int, tensor: Described, cpu: CpuFeatures, repack: bool, unused: bool, listed: bool) -> Row:
     """The row of one tensor of the file."""
     if isinstance(tensor.type, UnknownType):
         text = f"{tensor.name} has type {tensor.type.id}, which nobody knows"

@@ -1,0 +1,193 @@
+"""The command line: arguments in, one call, text or JSON out. No logic of its own, and no heavy import before it is due."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from refimpl import __version__
+from refimpl.errors import RefimplError, UsageError
+
+USAGE_EXIT, INTERRUPTED_EXIT, MACHINE_EXIT = 2, 130, 4
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError("E_USAGE", f"{message} (see {self.prog} --help)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 the answer is no, 2 usage, 3 bad input, 4 the machine refused."""
+    try:
+        options = _parser().parse_args(arguments)
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
+    except RefimplError as error:
+        return _fail(error.code, error.text, error.exit_code)
+    except BrokenPipeError:
+        # The reader has gone; a second failure while Python flushes at exit would print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return _fail("E_INTERRUPTED", "interrupted", INTERRUPTED_EXIT)
+    except MemoryError:
+        return _fail("E_MEMORY", "out of memory", MACHINE_EXIT)
+    except OSError as error:
+        return _fail("E_IO", str(error), MACHINE_EXIT)
+
+
+def _fail(code: str, text: str, exit_code: int) -> int:
+    line = f"refimpl: {code}: {text}\n"
+    sys.stderr.write(
+        line.encode(sys.stderr.encoding or "utf-8", "backslashreplace").decode(sys.stderr.encoding or "utf-8")
+    )
+    return exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="refimpl", description="How a GGUF model gets into memory, exactly.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"refimpl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        sub.add_argument("--json", action="store_true", help="machine-readable output, keys sorted")
+        return sub
+
+    inspect = command("inspect", _inspect, "show a header: key-values, bytes per type, what would be repacked")
+    _model_argument(inspect)
+    _cpu_argument(inspect)
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor with its place and the reason")
+
+    load = command("load", _load, "load a model: mapped, repacked for the CPU, source pages given back")
+    _model_argument(load)
+    _cpu_argument(load)
+    load.add_argument("-lm", "--load-mode", default="auto", metavar="MODE", help="auto or mmap (default auto)")
+    load.add_argument("-nr", "--no-repack", action="store_true", help="leave every tensor as it is in the file")
+    load.add_argument("--reclaim", default="progressive", metavar="WHEN", help="progressive (default), end or never")
+    load.add_argument("--prefetch", action="store_true", help="bring the in-place tensors into memory during the load")
+    load.add_argument("--load-threads", type=int, metavar="N", help="threads that repack (default: all CPUs)")
+    load.add_argument("--digest", action="store_true", help="print the sha256 of every tensor as it lies in memory")
+    load.add_argument("--quiet", action="store_true", help="no progress bar")
+
+    layout = command("layout", _layout, "show a repack layout: fields, offsets, rules")
+    layout.add_argument("name", metavar="NAME", help="for instance q4_K_8x8; without a name: all of them", nargs="?")
+
+    conformance = command("conformance", _conformance, "run the vectors against refimpl, or against another program")
+    conformance.add_argument("--kind", action="append", metavar="K", help="only this kind (repeatable)")
+    conformance.add_argument(
+        "--vectors", action="append", metavar="FILE", help="this file instead of the delivered ones (repeatable)"
+    )
+    conformance.add_argument("--impl", metavar='"CMD ARGS"', help="a program that answers over JSON lines")
+    conformance.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds per answer (default 30)")
+    conformance.add_argument("--dialect", choices=["llama.cpp", "ik_llama.cpp"], help="only this dialect")
+    return parser
+
+
+def _model_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "positional", metavar="MODEL", nargs="?", help="a GGUF file, or a packaged model such as gemma3-270m"
+    )
+    parser.add_argument("-m", "--model", dest="named", metavar="FILE", help="the same, as the real programs spell it")
+
+
+def _cpu_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cpu", default="native", metavar="PROFILE", help="native (default) or a profile, such as x86-64-v3"
+    )
+
+
+def _model(options: argparse.Namespace) -> str:
+    if (options.positional is None) == (options.named is None):
+        raise UsageError("E_USAGE", "name one model, either as MODEL or with -m")
+    model: str = options.positional or options.named
+    from refimpl.gguf.packaged import PACKAGED, packaged_model
+
+    if model in PACKAGED:
+        from refimpl.render.text import progress_bar
+
+        with progress_bar(f"assembling {model}", getattr(options, "quiet", False)) as progress:
+            packaged_model(model, progress)
+    return model
+
+
+def _print(options: argparse.Namespace, data: Any, text: Any) -> None:
+    if options.json:
+        print(json.dumps(data(), sort_keys=True, ensure_ascii=False))
+        return
+    from refimpl.render.text import show
+
+    show(text())
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from refimpl.gguf.source import open_header
+    from refimpl.placement.devices import resolve_cpu
+    from refimpl.render.inspect import inspection, inspection_text
+
+    cpu = resolve_cpu(options.cpu)
+    model = _model(options)
+    with open_header(model) as header:
+        data = inspection(header, model, cpu, options.cpu)
+    _print(options, lambda: data, lambda: inspection_text(data, all_tensors=options.tensors))
+    return 0
+
+
+def _load(options: argparse.Namespace) -> int:
+    from refimpl.loading.loader import load
+    from refimpl.render.load import load_text
+    from refimpl.render.text import progress_bar
+
+    model = _model(options)
+    with progress_bar("loading", options.quiet) as progress:
+        loaded = load(
+            model,
+            load_mode=options.load_mode,
+            repack=not options.no_repack,
+            cpu=options.cpu,
+            reclaim=options.reclaim,
+            prefetch=options.prefetch,
+            threads=options.load_threads,
+            progress=progress,
+            restart_peak=True,
+        )
+    with loaded:
+        digests = loaded.digests() if options.digest else None
+    extra = {} if digests is None else {"digests": digests}
+    _print(options, lambda: loaded.report.to_json() | extra, lambda: load_text(loaded.report, digests))
+    return 0
+
+
+def _layout(options: argparse.Namespace) -> int:
+    from refimpl.layouts import LAYOUTS, layout_by_name
+    from refimpl.render.layout import layout_data, layout_text
+    from refimpl.render.text import table
+
+    if options.name is None:
+        rows = [(x.name, x.source_type.name, x.rows, x.super_block_bytes) for x in LAYOUTS]
+        columns = ["layout", "source type", ">rows", ">super-block bytes"]
+        _print(options, lambda: [layout_data(x) for x in LAYOUTS], lambda: table(None, columns, rows))
+        return 0
+    layout = layout_by_name(options.name)
+    _print(options, lambda: layout_data(layout), lambda: layout_text(layout))
+    return 0
+
+
+def _conformance(options: argparse.Namespace) -> int:
+    from refimpl.conformance import run
+
+    report = run(
+        kinds=options.kind,
+        vectors=options.vectors,
+        impl=options.impl,
+        timeout=options.timeout,
+        dialect=options.dialect,
+    )
+    print(json.dumps(report.to_json(), sort_keys=True, ensure_ascii=False) if options.json else report.to_text())
+    return report.exit_code

@@ -1,0 +1,337 @@
+"""Load a model the llama.cpp way on a CPU: mapped in place, repacked where the CPU has a layout, dead pages given back.
+
+Specification: load.md 2 to 4 and 9 to 11. Modes auto and mmap so far (they are the same on a CPU-only load).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refimpl.errors import ModelError, RefimplError, UsageError
+from refimpl.gguf.header import Header, TensorInfo
+from refimpl.gguf.packaged import PACKAGED, packaged_model
+from refimpl.gguf.source import open_header
+from refimpl.layouts import Layout
+from refimpl.loading.arena import Arena
+from refimpl.loading.mapping import FileMapping
+from refimpl.loading.memory import current_rss, peak_rss, reset_peak
+from refimpl.loading.model import LoadedModel, LoadedTensor, LoadReport
+from refimpl.loading.reclaim import Policy, Reclaimer
+from refimpl.placement.devices import resolve_cpu
+from refimpl.placement.llama import BUFFER_ALIGNMENT, Placement, Row, place_header
+from refimpl.repack.llama import CpuFeatures
+from refimpl.repack.tensor import group_function
+from refimpl.units import mib
+
+BEHAVES_LIKE = "llama.cpp 0c1e57098"
+SLICE_BYTES = 4 << 20
+"""What one thread copies at a time: small enough for the peak, large enough to keep the threads busy."""
+
+Progress = Callable[[int, int], bool | None]
+log = logging.getLogger("refimpl")
+
+
+class LoadCancelled(RefimplError):
+    """E_CANCELLED: the progress callback said no. Everything has been freed."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One tensor to be repacked: where it lies in the file, its shape in row groups, and its place in memory."""
+
+    layout: Layout
+    source: tuple[int, int]
+    groups: int
+    blocks: int
+    target: NDArray[np.uint8]
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    load_mode: Literal["auto", "mmap"] = "auto",
+    repack: bool = True,
+    cpu: str | CpuFeatures = "native",
+    reclaim: Policy = "progressive",
+    prefetch: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    restart_peak: bool = False,
+) -> LoadedModel:
+    """Load a model from a file (or a packaged model by name) into memory.
+
+    The file is mapped shared and read-only. Tensors that llama.cpp would put into CPU_REPACK on this `cpu` are copied
+    through the repack kernels into one anonymous arena by `threads` threads (default: the CPUs this process may use);
+    everything else stays in the mapping. `reclaim`: "progressive" drops source pages right behind the copy, "end" after
+    the last copy as llama.cpp pull request 24156 does, "never" keeps them. `prefetch` brings the in-place tensors into
+    memory during the load. `progress(done, total)` is called in bytes before each tensor and once at the end;
+    returning False cancels. `restart_peak` starts the kernel's counter of this process's peak memory again before
+    the first byte is loaded: for a program that owns its process.
+
+    Raises OpenError, MachineError, GGUFError, ModelError (E_ARCH, E_DATA_BOUNDS, E_DATA_ALIGN, ...), UsageError,
+    LoadCancelled; then nothing stays in memory.
+    """
+    if load_mode not in ("auto", "mmap"):
+        raise UsageError("E_LOAD_MODE", f"load mode {load_mode!r} is not built; there are auto and mmap")
+    if reclaim not in ("progressive", "end", "never"):
+        raise UsageError("E_RECLAIM", f"reclaim is progressive, end or never, not {reclaim!r}")
+    threads = _threads(threads)
+    features = resolve_cpu(cpu) if isinstance(cpu, str) else cpu
+    clock = _Clock()
+    path = packaged_model(source) if isinstance(source, str) and source in PACKAGED else source
+    with open_header(path, dialect="llama.cpp") as header:
+        placement = place_header(header.kv, header.tensors, cpu=features, repack=repack)
+        _check_data(header, placement)
+    clock.mark("header")
+    repack_groups = _compile({row.layout for row in placement.rows if row.layout})
+    clock.mark("compile")
+    rss_before = current_rss()
+    if restart_peak:
+        reset_peak()
+
+    start = time.perf_counter()
+    clock.restart()
+    resources: list[Any] = []
+    try:
+        mapping = FileMapping(path, header.size)
+        resources.append(mapping)
+        copied = [row for row in placement.rows if row.layout]
+        arena = Arena([row.nbytes for row in copied])
+        resources.append(arena)
+        tensors, copies = _tensors(header, placement, mapping, arena)
+        clock.mark("map")
+        kept = {row.index for row in placement.rows if row.buffer_type == "CPU"}
+        dead = {_range(header.tensors[row.index]) for row in copied if row.index not in kept}
+        reclaimer = Reclaimer(mapping.advise, reclaim, dead)
+        _copy_all(copies, mapping, reclaimer, repack_groups, threads, _Steps(placement, progress))
+        clock.mark("copy")
+        if prefetch:
+            for tensor in _in_place_ranges(header, placement):
+                mapping.prefetch(*tensor)
+                reclaimer.beside(tensor)
+            clock.mark("prefetch")
+        reclaimer.at_end()
+        clock.mark("reclaim")
+    except BaseException:
+        for resource in reversed(resources):
+            resource.close()
+        raise
+    seconds = time.perf_counter() - start
+    if reclaimer.reclaimed:
+        log.info("reclaimed %s MiB of source pages of repacked tensors", mib(reclaimer.reclaimed))
+    warnings = reclaimer.warnings + _placement_warnings(placement)
+    for warning in warnings:
+        log.warning("%s", warning)
+    offsets = [tensor.absolute_offset for tensor in header.tensors]
+    report = LoadReport(
+        model=os.fspath(source),
+        architecture=placement.architecture,
+        behaves_like=BEHAVES_LIKE,
+        load_mode="mmap",
+        mmap=True,
+        reclaim=reclaim,
+        threads=threads,
+        seconds=seconds,
+        phases=clock.phases,
+        rss_before=rss_before,
+        rss_after=current_rss(),
+        peak_total=peak_rss(),
+        repacked_tensors=len(copied),
+        repacked_bytes=sum(row.nbytes for row in copied),
+        layouts=dict(sorted(Counter(row.layout.name for row in copied if row.layout).items())),
+        in_place_bytes=sum(row.nbytes for row in placement.rows if row.buffer_type == "CPU"),
+        reclaimed_bytes=reclaimer.reclaimed,
+        buffers=placement.buffer_bytes(offsets),
+        warnings=warnings,
+    )
+    return LoadedModel(tensors, report, resources)
+
+
+def _threads(threads: int | None) -> int:
+    if threads is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if threads < 1:
+        raise UsageError("E_THREADS", f"at least one thread is needed, not {threads}")
+    return threads
+
+
+def _check_data(header: Header, placement: Placement) -> None:
+    """Every tensor inside the file (gguf.md 6.2), and a data start that a mapped buffer can have (gguf.md 4)."""
+    for tensor in header.tensors:
+        start, end = _range(tensor)
+        if end > header.size:
+            text = f"{tensor.name} ends at byte {end}, the file at {header.size}: incomplete download?"
+            raise ModelError("E_DATA_BOUNDS", text, tensor=tensor.name, offset=start, expected=end, found=header.size)
+    if header.data_start % BUFFER_ALIGNMENT and any(row.buffer_type == "CPU" for row in placement.rows):
+        text = f"data start {header.data_start} is not a multiple of {BUFFER_ALIGNMENT}, as a mapped buffer needs"
+        raise ModelError("E_DATA_ALIGN", text, offset=header.data_start)
+
+
+def _range(tensor: TensorInfo) -> tuple[int, int]:
+    """The tensor's bytes in the file, [start, end). Placement has refused unknown types, so the size is known."""
+    return tensor.absolute_offset, tensor.absolute_offset + (tensor.nbytes or 0)
+
+
+def _in_place_ranges(header: Header, placement: Placement) -> Iterator[tuple[int, int]]:
+    """Byte ranges of the tensors that stay in the mapping, neighbours merged."""
+    ranges = sorted(
+        _range(header.tensors[row.index]) for row in placement.rows if row.buffer_type == "CPU" and row.nbytes
+    )
+    while ranges:
+        start, end = ranges.pop(0)
+        while ranges and ranges[0][0] - end < header.alignment:
+            end = ranges.pop(0)[1]
+        yield start, end
+
+
+def _compile(layouts: set[Layout]) -> Callable[..., None]:
+    """The kernels of these layouts, ready to run: compiling is not part of a load."""
+    if not layouts:
+        return lambda *_: None
+    repack_groups = group_function("repack_groups", "fast")
+    nothing = np.empty(0, np.uint8)
+    for layout in layouts:
+        repack_groups(layout, nothing, nothing, 0, 1)
+    return repack_groups
+
+
+def _tensors(
+    header: Header, placement: Placement, mapping: FileMapping, arena: Arena
+) -> tuple[dict[str, LoadedTensor], list[_Copy]]:
+    """Every tensor's memory (nothing is copied yet), and the copies to be made, by file offset."""
+    tensors: dict[str, LoadedTensor] = {}
+    copies: list[_Copy] = []
+    for row in placement.rows:
+        if row.buffer_type is None:
+            continue
+        start, end = _range(header.tensors[row.index])
+        if row.layout is None:
+            data = mapping.bytes[start:end]
+        else:
+            target = arena.tensor(len(copies))
+            copies.append(_Copy(row.layout, (start, end), *row.layout.geometry(row.shape), target))
+            data = target.view()
+            data.flags.writeable = False
+        tensors[row.key] = LoadedTensor(row.key, row.type, row.layout, row.shape, row.buffer_type, data)
+    copies.sort(key=lambda copy: copy.source)
+    return tensors, copies
+
+
+class _Steps:
+    """Calls of the progress callback: before each tensor and once at the end, in-place tensors first (load.md 4)."""
+
+    def __init__(self, placement: Placement, callback: Progress | None) -> None:
+        rows = [row for row in placement.rows if row.buffer_type is not None]
+        self._callback = callback
+        self._done = 0
+        self._total = sum(row.nbytes for row in rows)
+        for row in rows:
+            if row.layout is None:
+                self.before(row.nbytes)
+
+    def before(self, nbytes: int) -> None:
+        """One tensor of `nbytes` comes next."""
+        self._call()
+        self._done += nbytes
+
+    def end(self) -> None:
+        """All is done."""
+        self._call()
+
+    def _call(self) -> None:
+        if self._callback is not None and self._callback(self._done, self._total) is False:
+            raise LoadCancelled("E_CANCELLED", f"cancelled after {self._done} of {self._total} bytes")
+
+
+def _copy_all(
+    copies: list[_Copy],
+    mapping: FileMapping,
+    reclaimer: Reclaimer,
+    repack_groups: Callable[..., None],
+    threads: int,
+    steps: _Steps,
+) -> None:
+    """Repack all tensors, slice by slice in file order, never more than two slices per thread under way."""
+
+    def run(copy: _Copy, first: int, count: int) -> None:
+        group_bytes = copy.blocks * copy.layout.super_block_bytes
+        low, high = first * group_bytes, (first + count) * group_bytes
+        start = copy.source[0]
+        source = mapping.bytes[start + low : start + high]
+        repack_groups(copy.layout, source, copy.target[low:high], count, copy.blocks)
+        reclaimer.behind(copy.source, start + low, start + high)
+
+    def finish(copy: _Copy, parts: list[Future[None]]) -> None:
+        for part in parts:
+            part.result()
+        reclaimer.finished(copy.source)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="refimpl-load") as pool:
+        running: deque[tuple[_Copy, list[Future[None]]]] = deque()
+        try:
+            slots: deque[Future[None]] = deque()
+            for copy in copies:
+                while running and all(part.done() for part in running[0][1]):
+                    finish(*running.popleft())
+                steps.before(copy.target.nbytes)
+                parts: list[Future[None]] = []
+                running.append((copy, parts))
+                step = max(1, SLICE_BYTES // (copy.blocks * copy.layout.super_block_bytes))
+                for first in range(0, copy.groups, step):
+                    if len(slots) >= 2 * threads:
+                        slots.popleft().result()
+                    part = pool.submit(run, copy, first, min(step, copy.groups - first))
+                    parts.append(part)
+                    slots.append(part)
+            while running:
+                finish(*running.popleft())
+            steps.end()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _placement_warnings(placement: Placement) -> list[str]:
+    """What is not certain about this placement, in a line per kind."""
+
+    def names(rows: list[Row]) -> str:
+        return ", ".join(row.name for row in rows[:3]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
+
+    unknown = [row for row in placement.rows if row.certainty == "unknown"]
+    generic = [row for row in placement.rows if row.certainty == "generic"]
+    warnings = []
+    if unknown:
+        warnings.append(f"placement UNKNOWN for {names(unknown)}: no rule covers the name; kept as in the file")
+    if generic:
+        warnings.append(
+            f"placement by generic name rules, not by {placement.architecture}'s own list: {names(generic)}"
+        )
+    return warnings
+
+
+class _Clock:
+    """Seconds per phase."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.phases[phase] = now - self._last
+        self._last = now
