@@ -1,0 +1,51 @@
+"""Files written whole or not at all, and the machine's errors as coded ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from refimpl.errors import MachineError, OpenError, RefimplError
+
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def coded(error: OSError, doing: str) -> RefimplError:
+    """The coded error for what the system said while `doing`: E_OPEN (nothing there), E_PERMISSION or E_IO."""
+    text = f"{doing}: {error.strerror or error}"
+    if error.errno in _NOT_THERE:
+        return OpenError("E_OPEN", text)
+    return MachineError("E_PERMISSION" if error.errno in _FORBIDDEN else "E_IO", text)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the name `path` when the block ends, and is gone if it ends by an exception.
+
+    Readers and other writers of `path` never see a part of it, even if this process is killed.
+
+    Raises
+    ------
+    OpenError, MachineError
+        E_OPEN, E_PERMISSION or E_IO (a full disk included) for what the system refuses.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and not isinstance(error, RefimplError):
+            raise coded(error, f"cannot write {path}") from error
+        raise

@@ -1,0 +1,270 @@
+"""Keys and values of a GGUF file (specification: gguf.md 1, 2.5 and 5).
+
+Scalars and strings are read at once. Arrays are not: a scalar array is remembered by its place, a string array is
+walked once and remembered by the place of every 256th string. Elements are read when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Generic, TypeAlias, TypeVar, overload
+
+from refimpl.errors import RefimplError
+from refimpl.gguf.cursor import I32, U64, Cursor, Read, cstr, text
+from refimpl.units import KIB
+
+ARRAY_LIMIT = 1 << 30
+"""The longest array that the real reader takes, in elements."""
+_STRIDE = 256
+_WINDOW = 8 * KIB
+
+
+class ValueType(IntEnum):
+    """The value types of a key; `name` in small letters is what recipes and vectors call them."""
+
+    U8 = 0
+    I8 = 1
+    U16 = 2
+    I16 = 3
+    U32 = 4
+    I32 = 5
+    F32 = 6
+    BOOL = 7
+    STR = 8
+    ARR = 9
+    U64 = 10
+    I64 = 11
+    F64 = 12
+
+
+# A bool is one byte, and any byte but zero is true: what "?" means in the standard layout of struct.
+CODECS: dict[ValueType, struct.Struct] = {
+    kind: struct.Struct("<" + letter) for kind, letter in zip(ValueType, "BbHhIif?  Qqd", strict=True) if letter != " "
+}
+"""How one scalar of each type is packed; strings and arrays have no fixed size and are not in the table."""
+
+Element: TypeAlias = int | float | str
+Value: TypeAlias = "int | float | bytes | LazyArray"
+
+T = TypeVar("T")
+
+
+class KeyMissing(RefimplError, KeyError):
+    """E_KEY_MISSING: no such key."""
+
+
+class LazyArray(Sequence[Element]):
+    """An array value that stays in the file; elements are read when asked for.
+
+    Strings come as text, decoded with replacement; `raw` gives the bytes as they are. A slice is a list.
+    If the file has shrunk meanwhile, asking for an element that is gone is GGUFError E_TRUNCATED.
+
+    Attributes: `element_type`, `offset` (byte position of the first element in the file).
+    """
+
+    __slots__ = ("_count", "_read", "_size", "_starts", "element_type", "offset")
+
+    def __init__(
+        self, read: Read, size: int, *, element_type: ValueType, count: int, offset: int, starts: Sequence[int]
+    ) -> None:
+        self.element_type, self.offset = element_type, offset
+        self._read, self._size, self._count, self._starts = read, size, count, starts
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Element]:
+        return self._elements(0, self._count)
+
+    @overload
+    def __getitem__(self, index: int) -> Element: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Element]: ...
+    def __getitem__(self, index: int | slice) -> Element | list[Element]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._count)
+            return list(self._elements(start, stop)) if step == 1 else [self[i] for i in range(start, stop, step)]
+        return self._decode(self.raw(index))
+
+    def raw(self, index: int) -> bytes:
+        """The bytes of one element: of a string without its length, of a scalar as they are in the file."""
+        index = operator.index(index)
+        if not -self._count <= index < self._count:
+            raise IndexError(f"element {index} of an array of {self._count}")
+        return next(self._raws(index % self._count, index % self._count + 1))
+
+    def raws(self) -> Iterator[bytes]:
+        """The bytes of every element in turn, as `raw` gives them."""
+        return self._raws(0, self._count)
+
+    def index(self, value: object, start: int = 0, stop: int | None = None) -> int:
+        """First position of `value`, found in one pass. ValueError if it is not there."""
+        start, stop, _ = slice(start, stop).indices(self._count)
+        for position, element in enumerate(self._elements(start, stop), start):
+            if element == value:
+                return position
+        raise ValueError(f"{value!r} is not in the array")
+
+    def __repr__(self) -> str:
+        return f"<array of {self._count} {self.element_type.name.lower()} at byte {self.offset}>"
+
+    def _decode(self, raw: bytes) -> Element:
+        if self.element_type is ValueType.STR:
+            return text(raw)
+        value: Element = CODECS[self.element_type].unpack(raw)[0]
+        return value
+
+    def _elements(self, start: int, stop: int) -> Iterator[Element]:
+        return map(self._decode, self._raws(start, stop))
+
+    def _raws(self, start: int, stop: int) -> Iterator[bytes]:
+        """Elements start..stop-1 as bytes, in one pass over the file."""
+        if start >= stop:
+            return
+        if self.element_type is ValueType.STR:
+            cursor = Cursor(self._read, self._size, self._starts[start // _STRIDE], window=_WINDOW)
+            cursor.skip_strings(start % _STRIDE, "array element")
+            for _ in range(start, stop):
+                yield cursor.string("array element")
+        else:
+            width = CODECS[self.element_type].size
+            cursor = Cursor(self._read, self._size, self.offset + start * width, window=_WINDOW)
+            for _ in range(start, stop):
+                yield cursor.take(width, "array element")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """One pair as it stands in the file: `offset` is its byte position, a string value is kept as bytes."""
+
+    key: bytes
+    type: ValueType
+    value: Value
+    offset: int
+
+    @property
+    def cstr(self) -> bytes:
+        """A string value as a C program sees it, up to the first NUL; nothing for other types."""
+        return cstr(self.value) if isinstance(self.value, bytes) else b""
+
+
+class NameIndex(Generic[T]):
+    """Things by name as the real programs look them up: names end at the first NUL, the first hit wins."""
+
+    __slots__ = ("_by_bytes", "by_text")
+
+    def __init__(self, items: Iterable[tuple[bytes, T]]) -> None:
+        self._by_bytes: dict[bytes, T] = {}
+        self.by_text: dict[str, T] = {}
+        for raw_name, item in items:
+            name = cstr(raw_name)
+            self._by_bytes.setdefault(name, item)
+            self.by_text.setdefault(text(name), item)
+
+    def find(self, name: str | bytes) -> T | None:
+        """The first item of that name; a str that is no item's exact name also finds what it is displayed as."""
+        exact = name if isinstance(name, bytes) else name.encode("utf-8", "surrogateescape")
+        found = self._by_bytes.get(cstr(exact))
+        return self.by_text.get(name) if found is None and isinstance(name, str) else found
+
+
+class KeyValues(Mapping[str, "int | float | str | LazyArray"]):
+    """The pairs of a file by key. Strings come as text; the bytes are behind `raw` and `items_raw`."""
+
+    __slots__ = ("_index", "_pairs")
+
+    def __init__(self, pairs: Iterable[KeyValue]) -> None:
+        self._pairs = tuple(pairs)
+        self._index = NameIndex((pair.key, pair) for pair in self._pairs)
+
+    def raw(self, key: str | bytes) -> KeyValue:
+        """The pair as it stands in the file. KeyMissing (a KeyError) if there is none."""
+        pair = self._index.find(key)
+        if pair is None:
+            raise KeyMissing("E_KEY_MISSING", f"no key {key!r}", key=key)
+        return pair
+
+    def items_raw(self) -> tuple[KeyValue, ...]:
+        """Every pair in file order, those included that a look-up never finds."""
+        return self._pairs
+
+    def __getitem__(self, key: str) -> int | float | str | LazyArray:
+        value = self.raw(key).value
+        return text(value) if isinstance(value, bytes) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index.by_text)
+
+    def __len__(self) -> int:
+        return len(self._index.by_text)
+
+    def __repr__(self) -> str:
+        return f"<{len(self._pairs)} keys>"
+
+
+def read_key_values(cursor: Cursor, count: int) -> KeyValues:
+    """Step 5 of the reading order: `count` pairs.
+
+    Raises
+    ------
+    GGUFError
+        E_KEY_EMPTY, E_KEY_DUPLICATE, E_KV_TYPE, E_STRING_LIMIT, E_TRUNCATED.
+    """
+    pairs: dict[bytes, KeyValue] = {}
+    for _ in range(count):  # whatever the count says: every pair takes bytes, and the file ends
+        cursor.subject = {}
+        start = cursor.pos
+        key = cursor.string("key")
+        if not key:
+            cursor.fail("E_KEY_EMPTY", "an empty key", offset=start, field="key")
+        cursor.subject = {"key": text(key)}
+        if key in pairs:
+            cursor.fail("E_KEY_DUPLICATE", "a key that was there before", offset=start, field="key")
+        pairs[key] = KeyValue(key, *_read_value(cursor), start)
+    cursor.subject = {}
+    return KeyValues(pairs.values())
+
+
+def _read_value(cursor: Cursor) -> tuple[ValueType, Value]:
+    kind = cursor.number(I32, "value type")
+    if kind != ValueType.ARR:
+        scalar = _known(cursor, kind, cursor.pos - 4)
+        if scalar is ValueType.STR:
+            return scalar, cursor.string("value")
+        codec = CODECS[scalar]
+        return scalar, codec.unpack(cursor.take(codec.size, "value"))[0]
+
+    element = cursor.number(I32, "element type")
+    count = cursor.number(U64, "array count")
+    element_type = _known(cursor, element, cursor.pos - 12)  # after the count: a count cut off wins
+    if element_type is ValueType.ARR:
+        cursor.fail("E_KV_TYPE", "an array of arrays", offset=cursor.pos - 12, field="element type", found=element)
+    smallest = CODECS[element_type].size if element_type in CODECS else U64.size
+    left = cursor.size - cursor.pos
+    if count > ARRAY_LIMIT or count * smallest > left:
+        cursor.fail(
+            "E_TRUNCATED",
+            f"an array of {count} elements of at least {smallest} bytes, where {left} bytes are left",
+            offset=cursor.pos - 8, field="array count", expected=min(ARRAY_LIMIT, left // smallest), found=count,
+        )  # fmt: skip
+    start, starts = cursor.pos, array("Q")
+    if element_type is ValueType.STR:
+        for first in range(0, count, _STRIDE):
+            starts.append(cursor.pos)
+            cursor.skip_strings(min(_STRIDE, count - first), "array element")
+    else:
+        cursor.skip(count * smallest, "array elements")
+    value = LazyArray(cursor.read, cursor.size, element_type=element_type, count=count, offset=start, starts=starts)
+    return ValueType.ARR, value
+
+
+def _known(cursor: Cursor, kind: int, offset: int) -> ValueType:
+    try:
+        return ValueType(kind)
+    except ValueError:
+        cursor.fail("E_KV_TYPE", f"value type {kind}", offset=offset, field="value type", found=kind)
