@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from refimpl.conformance.streams import splitmix64
-from refimpl.gguf.writer import Counted, Pair, write_gguf
 from refimpl.gguf.values import ValueType
+from refimpl.gguf.writer import Counted, Pair, write_gguf
 from refimpl.types import TensorType, type_by_name
 
 SEED = 7
@@ -127,7 +127,7 @@ class Stream:
             yield memoryview(piece)
 
 
-def make_model(out: str | os.PathLike[str], recipe: Recipe = Recipe()) -> None:  # noqa: B008 (frozen)
+def make_model(out: str | os.PathLike[str], recipe: Recipe = Recipe()) -> None:
     """Write the model; existing files are replaced when the new one is complete."""
     kind, f32, stream = type_by_name(recipe.type), type_by_name("f32"), Stream()
     tensors = []

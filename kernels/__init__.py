@@ -1,1 +1,1 @@
-"""Fast twins (Numba) of the byte transforms of refimpl. Installed as refimpl.kernels; knows no models, devices or options."""
+"""Fast twins (Numba) of the byte transforms; they know no models, devices or options. Installed as refimpl.kernels."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from refimpl.kernels._vector import WIDTH, Emitter, Value
+
 from refimpl.layouts import Field
 
 

@@ -11,10 +11,10 @@ from numba import types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 from numpy.typing import NDArray
-
 from refimpl.kernels import llama_chunks, llama_nibbles, llama_scales
 from refimpl.kernels._jit import FINGERPRINT, kernel
 from refimpl.kernels._vector import WIDTH, Emitter
+
 from refimpl.layouts import LAYOUTS, Layout, Rule
 
 _RULES: dict[Rule, tuple[Callable[..., None], Callable[..., None]]] = {

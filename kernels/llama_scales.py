@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refimpl.kernels._vector import WIDTH, Emitter, Value
+
 from refimpl.layouts import Field
 
 
@@ -61,7 +62,9 @@ def pack(emit: Emitter, field: Field, rows: Sequence[Value], packed: Value) -> N
         first, second, third = (emit.transpose4_bytes(word) for word in words)  # [sub-block][row]
         # Twelve bytes per sub-block: a word of each of the three in turn.
         for i, picks in enumerate(((0, 4, 8, 1), (5, 9, 2, 6), (10, 3, 7, 11))):
-            emit.store(packed, field.target_offset + 48 * half + WIDTH * i, _pick_words(emit, (first, second, third), picks))
+            emit.store(
+                packed, field.target_offset + 48 * half + WIDTH * i, _pick_words(emit, (first, second, third), picks)
+            )
 
 
 def unpack(emit: Emitter, field: Field, rows: Sequence[Value], packed: Value) -> None:

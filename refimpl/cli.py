@@ -1,4 +1,4 @@
-"""The command line: arguments in, one call, text or JSON out. No logic of its own, and no heavy import before it is due."""
+"""The command line: arguments in, one call, text or JSON out. No logic of its own, no heavy import before it is due."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 the answer is no, 2 usage, 3 bad input, 4 the machine refused."""
+    """Run one command. Exit code: 0 done, 1 the answer is no, 2 usage, 3 bad input, 4 the machine refused."""
     try:
         options = _parser().parse_args(arguments)
         code: int = options.run(options)

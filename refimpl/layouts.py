@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from refimpl.errors import LayoutError, UsageError
@@ -18,7 +19,7 @@ Rule = Literal["chunks", "k-scales-packed", "k-scales-split", "nibbles"]
 
 RULES: dict[Rule, str] = {
     "chunks": "chunk interleave I(F, L, B): T[(c*N + r)*B + k] = src_r.F[c*B + k], then xor",
-    "k-scales-packed": "6-bit scales and mins: the row x sub-block matrix transposed and packed again in 12-byte groups",
+    "k-scales-packed": "6-bit scales and mins: the row x sub-block matrix transposed, packed again in 12-byte groups",
     "k-scales-split": "6-bit scales and mins: 128 bytes of low nibbles, then 64 bytes of high pairs",
     "nibbles": "nibble n of row r goes to byte 2*n + r/2, low nibble if r is even",
 }
@@ -64,8 +65,8 @@ class Layout:
 
         The row test is on ne1 alone, never on the total number of rows (repack-llama.md 1.1).
         """
-        if not 1 <= len(shape) <= 4 or any(size < 1 for size in shape):
-            return "a shape has 1 to 4 dimensions, all of them positive"
+        if not 1 <= len(shape) <= 4 or not all(isinstance(size, Integral) and size > 0 for size in shape):
+            return "a shape has 1 to 4 dimensions, all of them positive integers"
         if shape[0] % self.source_type.block_length:
             return f"ne0 = {shape[0]} is not a multiple of the block length {self.source_type.block_length}"
         ne1 = shape[1] if len(shape) > 1 else 1
@@ -76,7 +77,7 @@ class Layout:
         reason = self.refusal(shape)
         if reason:
             raise LayoutError("E_LAYOUT_SHAPE", f"{self.name}: {reason}", layout=self.name, found=list(shape))
-        return math.prod(shape[1:]) // self.rows, shape[0] // self.source_type.block_length
+        return math.prod(map(int, shape[1:])) // self.rows, int(shape[0]) // self.source_type.block_length
 
 
 def _row(name: str, *fields: Field) -> Layout:
@@ -87,7 +88,7 @@ def _row(name: str, *fields: Field) -> Layout:
 
 def _simple(name: str, scalar: str, scalar_bytes: int, quant_bytes: int, chunk: int, xor: int = 0) -> Layout:
     """A type of 32 elements (or q1_0 by bytes): one scalar per row, then the quants in chunks."""
-    rows = int(name.rsplit("_", 1)[1].split("x")[0])
+    rows = int(name.rsplit("_", 1)[1].split("x", maxsplit=1)[0])
     return _row(
         name,
         Field(scalar, 0, 0, scalar_bytes, chunk=scalar_bytes),

@@ -42,13 +42,15 @@ class TensorType:
     interleaved_rows: int | None = None
 
     def row_bytes(self, ne0: int) -> int:
-        """Bytes of one row of `ne0` elements, metadata included. GGUFError E_BLOCK if it is no whole number of blocks."""
+        """Bytes of one row of `ne0` elements, with metadata. GGUFError E_BLOCK if that is no whole number of blocks."""
         blocks, rest = divmod(ne0, self.block_length)
         if rest or ne0 < 0:
             raise GGUFError(
                 "E_BLOCK",
                 f"a row of {ne0} elements is not a whole number of {self.name} blocks of {self.block_length}",
-                field="ne0", expected=self.block_length, found=ne0,
+                field="ne0",
+                expected=self.block_length,
+                found=ne0,
             )
         return self.row_meta_bytes + blocks * self.block_bytes if ne0 else 0
 

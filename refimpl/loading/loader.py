@@ -6,23 +6,25 @@ Specification: load.md 2 to 4 and 9 to 11. Modes auto and mmap so far (they are 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from refimpl.errors import ModelError, RefimplError, UsageError
+from refimpl.errors import ModelError, UsageError
 from refimpl.gguf.header import Header, TensorInfo
 from refimpl.gguf.packaged import PACKAGED, packaged_model
 from refimpl.gguf.source import open_header
 from refimpl.layouts import Layout
 from refimpl.loading.arena import Arena
+from refimpl.loading.copying import Copy, Progress, Steps, copy_all
 from refimpl.loading.mapping import FileMapping
 from refimpl.loading.memory import current_rss, peak_rss, reset_peak
 from refimpl.loading.model import LoadedModel, LoadedTensor, LoadReport
@@ -31,31 +33,10 @@ from refimpl.placement.devices import resolve_cpu
 from refimpl.placement.llama import BUFFER_ALIGNMENT, Placement, Row, place_header
 from refimpl.repack.llama import CpuFeatures
 from refimpl.repack.tensor import group_function
-from refimpl.units import mib
+from refimpl.units import mib, pad
 
 BEHAVES_LIKE = "llama.cpp 0c1e57098"
-SLICE_BYTES = 4 << 20
-"""What one thread copies at a time: small enough for the peak, large enough to keep the threads busy."""
-
-Progress = Callable[[int, int], bool | None]
 log = logging.getLogger("refimpl")
-
-
-class LoadCancelled(RefimplError):
-    """E_CANCELLED: the progress callback said no. Everything has been freed."""
-
-    exit_code = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """One tensor to be repacked: where it lies in the file, its shape in row groups, and its place in memory."""
-
-    layout: Layout
-    source: tuple[int, int]
-    groups: int
-    blocks: int
-    target: NDArray[np.uint8]
 
 
 def load(
@@ -107,24 +88,14 @@ def load(
     try:
         mapping = FileMapping(path, header.size)
         resources.append(mapping)
-        copied = [row for row in placement.rows if row.layout]
-        arena = Arena([row.nbytes for row in copied])
+        arena = Arena([row.nbytes for row in placement.rows if row.layout])
         resources.append(arena)
-        tensors, copies = _tensors(header, placement, mapping, arena)
         clock.mark("map")
-        kept = {row.index for row in placement.rows if row.buffer_type == "CPU"}
-        dead = {_range(header.tensors[row.index]) for row in copied if row.index not in kept}
-        reclaimer = Reclaimer(mapping.advise, reclaim, dead)
-        _copy_all(copies, mapping, reclaimer, repack_groups, threads, _Steps(placement, progress))
-        clock.mark("copy")
-        if prefetch:
-            for tensor in _in_place_ranges(header, placement):
-                mapping.prefetch(*tensor)
-                reclaimer.beside(tensor)
-            clock.mark("prefetch")
-        reclaimer.at_end()
-        clock.mark("reclaim")
-    except BaseException:
+        reclaimer = Reclaimer(mapping.advise, reclaim, _dead_ranges(header, placement))
+        steps = partial(Steps, callback=progress)
+        tensors = _fill(header, placement, mapping, arena, reclaimer, repack_groups, steps, clock, prefetch, threads)
+    except BaseException as error:
+        _forget_views(error)
         for resource in reversed(resources):
             resource.close()
         raise
@@ -134,6 +105,7 @@ def load(
     warnings = reclaimer.warnings + _placement_warnings(placement)
     for warning in warnings:
         log.warning("%s", warning)
+    copied = [row for row in placement.rows if row.layout]
     offsets = [tensor.absolute_offset for tensor in header.tensors]
     report = LoadReport(
         model=os.fspath(source),
@@ -157,6 +129,50 @@ def load(
         warnings=warnings,
     )
     return LoadedModel(tensors, report, resources)
+
+
+def _fill(
+    header: Header,
+    placement: Placement,
+    mapping: FileMapping,
+    arena: Arena,
+    reclaimer: Reclaimer,
+    repack_groups: Callable[..., None],
+    steps: Callable[..., Steps],
+    clock: _Clock,
+    prefetch: bool,
+    threads: int,
+) -> dict[str, LoadedTensor]:
+    """Copy what is repacked, prefetch what stays, give the rest back. Frames from here on hold the only views."""
+    tensors, copies = _tensors(header, placement, mapping, arena)
+    in_place = [row for row in placement.rows if row.buffer_type == "CPU"]
+    calls = steps([row.nbytes for row in in_place], [copy.target.nbytes for copy in copies])
+    copy_all(copies, mapping.bytes, reclaimer, repack_groups, threads, calls)
+    clock.mark("copy")
+    if prefetch:
+        for tensor in _merged(_range(header.tensors[row.index]) for row in in_place):
+            mapping.prefetch(*tensor)
+            reclaimer.beside(tensor)
+        clock.mark("prefetch")
+    reclaimer.at_end()
+    clock.mark("reclaim")
+    return tensors
+
+
+def _dead_ranges(header: Header, placement: Placement) -> Iterator[tuple[int, int]]:
+    """Byte ranges of the tensors that are copied and that nobody reads in place: known before the first copy."""
+    kept = {row.index for row in placement.rows if row.buffer_type == "CPU"}
+    for row in placement.rows:
+        if row.layout and row.index not in kept:
+            yield _range(header.tensors[row.index])
+
+
+def _forget_views(error: BaseException) -> None:
+    """Empty our own finished frames: as long as they hold views, the error would keep the memory it reports on."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__package__") == __package__:
+            with suppress(RuntimeError):  # still running: this call's own caller
+                frame.clear()
 
 
 def _threads(threads: int | None) -> int:
@@ -184,15 +200,18 @@ def _range(tensor: TensorInfo) -> tuple[int, int]:
     return tensor.absolute_offset, tensor.absolute_offset + (tensor.nbytes or 0)
 
 
-def _in_place_ranges(header: Header, placement: Placement) -> Iterator[tuple[int, int]]:
-    """Byte ranges of the tensors that stay in the mapping, neighbours merged."""
-    ranges = sorted(
-        _range(header.tensors[row.index]) for row in placement.rows if row.buffer_type == "CPU" and row.nbytes
-    )
-    while ranges:
-        start, end = ranges.pop(0)
-        while ranges and ranges[0][0] - end < header.alignment:
-            end = ranges.pop(0)[1]
+def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Byte ranges in file order, those that share or touch a page merged; empty ones left out."""
+    start = end = None
+    for low, high in sorted(ranges):
+        if low == high:
+            continue
+        if start is None or end is None or low > pad(end, mmap.PAGESIZE):
+            if start is not None and end is not None:
+                yield start, end
+            start, end = low, high
+        end = max(end, high)
+    if start is not None and end is not None:
         yield start, end
 
 
@@ -209,10 +228,10 @@ def _compile(layouts: set[Layout]) -> Callable[..., None]:
 
 def _tensors(
     header: Header, placement: Placement, mapping: FileMapping, arena: Arena
-) -> tuple[dict[str, LoadedTensor], list[_Copy]]:
+) -> tuple[dict[str, LoadedTensor], list[Copy]]:
     """Every tensor's memory (nothing is copied yet), and the copies to be made, by file offset."""
     tensors: dict[str, LoadedTensor] = {}
-    copies: list[_Copy] = []
+    copies: list[Copy] = []
     for row in placement.rows:
         if row.buffer_type is None:
             continue
@@ -221,86 +240,12 @@ def _tensors(
             data = mapping.bytes[start:end]
         else:
             target = arena.tensor(len(copies))
-            copies.append(_Copy(row.layout, (start, end), *row.layout.geometry(row.shape), target))
+            copies.append(Copy(row.layout, (start, end), *row.layout.geometry(row.shape), target))
             data = target.view()
             data.flags.writeable = False
         tensors[row.key] = LoadedTensor(row.key, row.type, row.layout, row.shape, row.buffer_type, data)
     copies.sort(key=lambda copy: copy.source)
     return tensors, copies
-
-
-class _Steps:
-    """Calls of the progress callback: before each tensor and once at the end, in-place tensors first (load.md 4)."""
-
-    def __init__(self, placement: Placement, callback: Progress | None) -> None:
-        rows = [row for row in placement.rows if row.buffer_type is not None]
-        self._callback = callback
-        self._done = 0
-        self._total = sum(row.nbytes for row in rows)
-        for row in rows:
-            if row.layout is None:
-                self.before(row.nbytes)
-
-    def before(self, nbytes: int) -> None:
-        """One tensor of `nbytes` comes next."""
-        self._call()
-        self._done += nbytes
-
-    def end(self) -> None:
-        """All is done."""
-        self._call()
-
-    def _call(self) -> None:
-        if self._callback is not None and self._callback(self._done, self._total) is False:
-            raise LoadCancelled("E_CANCELLED", f"cancelled after {self._done} of {self._total} bytes")
-
-
-def _copy_all(
-    copies: list[_Copy],
-    mapping: FileMapping,
-    reclaimer: Reclaimer,
-    repack_groups: Callable[..., None],
-    threads: int,
-    steps: _Steps,
-) -> None:
-    """Repack all tensors, slice by slice in file order, never more than two slices per thread under way."""
-
-    def run(copy: _Copy, first: int, count: int) -> None:
-        group_bytes = copy.blocks * copy.layout.super_block_bytes
-        low, high = first * group_bytes, (first + count) * group_bytes
-        start = copy.source[0]
-        source = mapping.bytes[start + low : start + high]
-        repack_groups(copy.layout, source, copy.target[low:high], count, copy.blocks)
-        reclaimer.behind(copy.source, start + low, start + high)
-
-    def finish(copy: _Copy, parts: list[Future[None]]) -> None:
-        for part in parts:
-            part.result()
-        reclaimer.finished(copy.source)
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="refimpl-load") as pool:
-        running: deque[tuple[_Copy, list[Future[None]]]] = deque()
-        try:
-            slots: deque[Future[None]] = deque()
-            for copy in copies:
-                while running and all(part.done() for part in running[0][1]):
-                    finish(*running.popleft())
-                steps.before(copy.target.nbytes)
-                parts: list[Future[None]] = []
-                running.append((copy, parts))
-                step = max(1, SLICE_BYTES // (copy.blocks * copy.layout.super_block_bytes))
-                for first in range(0, copy.groups, step):
-                    if len(slots) >= 2 * threads:
-                        slots.popleft().result()
-                    part = pool.submit(run, copy, first, min(step, copy.groups - first))
-                    parts.append(part)
-                    slots.append(part)
-            while running:
-                finish(*running.popleft())
-            steps.end()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
 
 
 def _placement_warnings(placement: Placement) -> list[str]:

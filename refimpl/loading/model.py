@@ -42,7 +42,7 @@ class LoadedTensor:
         return int(self.data.nbytes)
 
     def __buffer__(self, flags: int) -> memoryview:
-        return memoryview(self.data)
+        return self.data.data
 
     def __bytes__(self) -> bytes:
         return self.data.tobytes()
@@ -51,7 +51,7 @@ class LoadedTensor:
         """Hex digest of the bytes as they lie in memory."""
         state = hashlib.sha256()
         for start in range(0, self.nbytes, DIGEST_CHUNK):
-            state.update(self.data[start : start + DIGEST_CHUNK])
+            state.update(self.data[start : start + DIGEST_CHUNK].data)
         return state.hexdigest()
 
 

@@ -79,7 +79,7 @@ class Reclaimer:
             self._drop(max(inside[0], self._down(low)), min(inside[1], self._down(high)))
 
     def at_end(self) -> None:
-        """After everything. `end` drops and counts; `progressive` sweeps once more, since late faults bring pages back."""
+        """After everything: `end` drops and counts; `progressive` sweeps again what late faults brought back."""
         for tensor in self._dead:
             if self.policy == "end":
                 self._count(tensor)

@@ -74,7 +74,9 @@ def layer_of(tensor: str) -> int | None:
 def architecture(name: str) -> Architecture:
     """The architecture of that name. ModelError E_ARCH if the real loader does not know it."""
     if name not in KNOWN:
-        raise ModelError("E_ARCH", f"the loader knows no architecture {name!r}", field="general.architecture", found=name)
+        raise ModelError(
+            "E_ARCH", f"the loader knows no architecture {name!r}", field="general.architecture", found=name
+        )
     data = files("refimpl.model") / "arch" / f"{name}.txt"
     if not data.is_file():
         return Architecture(name, (), name not in WITHOUT_OUTPUT)

@@ -53,7 +53,10 @@ REPEATING_OPS = _table(
     MUL_MAT_ID="ffn_gate_exps ffn_up_exps ffn_down_exps ffn_gate_up_exps",
     GET_ROWS="ffn_gate_tid2eid attn_compressor_ape nextn.embed_tokens",
     ADD="exp_probs_b hc_attn_base hc_ffn_base",
-    MUL="ssm_d layer_output_scale hc_attn_scale hc_ffn_scale ssm_conv1d_q ssm_conv1d_k ssm_conv1d_v nextn.enorm nextn.hnorm",
+    MUL="""
+        ssm_d layer_output_scale hc_attn_scale hc_ffn_scale ssm_conv1d_q ssm_conv1d_k ssm_conv1d_v
+        nextn.enorm nextn.hnorm
+        """,
     SCALE="attn_sinks",
     SSM_CONV="ssm_conv1d ple_conv1d",
     SSM_SCAN="ssm_a",

@@ -20,6 +20,7 @@ from refimpl.units import pad
 
 BUFFER_ALIGNMENT = 32
 
+BufferType = Literal["CPU", "CPU_REPACK"]
 Certainty = Literal["exact", "generic", "unknown"]
 """exact: the architecture's own tensor list; generic: the rules by name alone; unknown: no rule covers the name."""
 
@@ -60,7 +61,7 @@ class Row:
     nbytes: int
     tensor_class: TensorClass
     op: str | None
-    buffer_type: Literal["CPU", "CPU_REPACK"] | None
+    buffer_type: BufferType | None
     layout: Layout | None
     reason: str
     certainty: Certainty
@@ -171,7 +172,8 @@ def _row(arch: str, index: int, tensor: Described, cpu: CpuFeatures, repack: boo
         text = f"{tensor.name} has type {tensor.type.id}, which nobody knows"
         raise ModelError("E_TENSOR_TYPE", text, tensor=tensor.name, found=tensor.type.id)
     use = use_of(tensor.name, arch)
-    layout, buffer_type, reason = None, "CPU", ""
+    layout, reason = None, ""
+    buffer_type: BufferType | None = "CPU"
     if unused:
         buffer_type, reason = None, "next-token-prediction layer: not loaded"
     elif use.op is None:
@@ -193,7 +195,7 @@ def _row(arch: str, index: int, tensor: Described, cpu: CpuFeatures, repack: boo
         nbytes=tensor.type.tensor_bytes(tensor.shape),
         tensor_class=use.tensor_class,
         op=use.op,
-        buffer_type=buffer_type,  # type: ignore[arg-type]
+        buffer_type=buffer_type,
         layout=layout,
         reason=reason,
         certainty="unknown" if use.op is None else "exact" if listed else "generic",

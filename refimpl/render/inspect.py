@@ -111,7 +111,7 @@ def _types(data: dict[str, Any]) -> list[tuple[object, ...]]:
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for tensor in data["tensors"]:
         groups[tensor["type"]].append(tensor)
-    lines = []
+    lines: list[tuple[object, ...]] = []
     for name, tensors in sorted(groups.items(), key=lambda item: -sum(t["bytes"] or 0 for t in item[1])):
         total = sum(t["bytes"] or 0 for t in tensors)
         layouts: dict[str, int] = defaultdict(int)

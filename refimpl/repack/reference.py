@@ -96,7 +96,10 @@ def _split_k_scales(part: Bytes, field: Field) -> Bytes:
     sc, mn = (x.swapaxes(-1, -2) for x in _decode_k_scales(part))  # [.., sub-block j, row r]
     low = (sc & 15) | ((mn & 15) << 4)
     high = (
-        (sc[..., 0:4, :] >> 4) | ((mn[..., 0:4, :] >> 4) << 2) | ((sc[..., 4:8, :] >> 4) << 4) | ((mn[..., 4:8, :] >> 4) << 6)
+        (sc[..., 0:4, :] >> 4)
+        | ((mn[..., 0:4, :] >> 4) << 2)
+        | ((sc[..., 4:8, :] >> 4) << 4)
+        | ((mn[..., 4:8, :] >> 4) << 6)
     )
     return np.concatenate([low, high], axis=-2).reshape(*part.shape[:2], -1)
 
@@ -105,22 +108,24 @@ def _join_k_scales(packed: Bytes, field: Field) -> Bytes:
     rows = packed.shape[-1] // field.source_bytes
     both = packed.reshape(*packed.shape[:2], 12, rows)
     low, high = both[..., 0:8, :], both[..., 8:12, :]
-    sc_high = np.concatenate([high & 3, (high >> 4) & 3], axis=-2)
-    mn_high = np.concatenate([(high >> 2) & 3, high >> 6], axis=-2)
-    sc, mn = (low & 15) | (sc_high << 4), (low >> 4) | (mn_high << 4)
+    sc_high: Bytes = np.concatenate([high & 3, (high >> 4) & 3], axis=-2)
+    mn_high: Bytes = np.concatenate([(high >> 2) & 3, high >> 6], axis=-2)
+    sc: Bytes = (low & 15) | (sc_high << np.uint8(4))
+    mn: Bytes = (low >> 4) | (mn_high << np.uint8(4))
     return _encode_k_scales(sc.swapaxes(-1, -2), mn.swapaxes(-1, -2))
 
 
 def _interleave_nibbles(part: Bytes, field: Field) -> Bytes:
     nibbles = np.stack([part & 15, part >> 4], axis=-1).reshape(*part.shape[:3], -1)  # [.., row r, nibble n]
-    pairs = nibbles[..., 0::2, :] | (nibbles[..., 1::2, :] << 4)  # [.., r div 2, n]
+    pairs: Bytes = nibbles[..., 0::2, :] | (nibbles[..., 1::2, :] << 4)  # [.., r div 2, n]
     return pairs.swapaxes(-1, -2).reshape(*part.shape[:2], -1)
 
 
 def _separate_nibbles(packed: Bytes, field: Field) -> Bytes:
     pairs = packed.reshape(*packed.shape[:2], 2 * field.source_bytes, -1).swapaxes(-1, -2)
     rows = np.stack([pairs & 15, pairs >> 4], axis=-2).reshape(*packed.shape[:2], -1, 2 * field.source_bytes)
-    return rows[..., 0::2] | (rows[..., 1::2] << 4)
+    result: Bytes = rows[..., 0::2] | (rows[..., 1::2] << 4)
+    return result
 
 
 _RULES: dict[Rule, tuple[Callable[[Bytes, Field], Bytes], Callable[[Bytes, Field], Bytes]]] = {

@@ -7,6 +7,7 @@ is eligible, both buffers have exactly the tensor's size, and they are either ap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
@@ -65,14 +66,10 @@ def unpack(
 
 def group_function(name: str, version: Version) -> Groups:
     """`repack_groups` or `unpack_groups` of the clear or the fast version. UsageError E_VERSION for another word."""
-    module: Any
-    if version == "clear":
-        from refimpl.repack import reference as module
-    elif version == "fast":
-        from refimpl.kernels import llama_repack as module
-    else:
+    modules = {"clear": "refimpl.repacking.reference", "fast": "refimpl.kernels.llama_repack"}
+    if version not in modules:
         raise UsageError("E_VERSION", f"version is 'fast' or 'clear', not {version!r}")
-    function: Groups = getattr(module, name)
+    function: Groups = getattr(import_module(modules[version]), name)
     return function
 
 
