@@ -20,7 +20,7 @@ from refimpl.conformance.schema import (
     packaged_vectors,
 )
 from refimpl.errors import RefimplError, UsageError
-from refimpl.repack.tensor import Version
+from refimpl.repacking.tensor import Version
 
 __all__ = ["Report", "Result", "run"]
 

@@ -137,18 +137,19 @@ class Schemas:
             except (ValueError, SchemaError) as error:
                 sources.pop(path.name, None)
                 self.findings.append(f"{SCHEMAS}/{path.name}: {str(error).splitlines()[0]}")
-        resources = [(name, DRAFT202012.create_resource(source)) for name, source in sources.items()]
-        registry: Any = Registry().with_resources(resources)
+        if "envelope.schema.json" not in sources:
+            self.findings.append(f"{SCHEMAS}: no envelope.schema.json that can be used")
+            sources.clear()
+        pairs = [(name, DRAFT202012.create_resource(source)) for name, source in sources.items()]
+        registry: Any = Registry().with_resources(pairs)
         self._validators = {name: Draft202012Validator(source, registry=registry) for name, source in sources.items()}
-        if "envelope.schema.json" not in self._validators:
-            self.findings.append(f"{SCHEMAS}: no envelope.schema.json")
 
     def check(self, name: str, file: Vectors) -> Iterator[str]:
         """Findings of a document against the schema of its kind, with the place of each."""
-        envelope = self._validators.get("envelope.schema.json")
-        validator = self._validators.get(f"{file.kind}.schema.json", envelope)
-        if validator is None:
+        if not self._validators:
             return
+        own, envelope = f"{file.kind}.schema.json", "envelope.schema.json"
+        validator = self._validators[own if own in self._validators else envelope]
         for number, error in enumerate(validator.iter_errors(file.document)):
             if number == FINDINGS_PER_FILE:
                 yield f"{name}: more findings of this sort"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from refimpl.conformance.schema import Entry, JsonObject, Vectors
 from refimpl.conformance.streams import MASKS, masked_stream
 from refimpl.errors import VectorError
 from refimpl.layouts import layout_by_name
-from refimpl.repack.reference import repack_groups
+from refimpl.repacking.reference import repack_groups
 from refimpl.types import type_by_name
 
 
@@ -113,7 +114,11 @@ def difference(found: Any, expected: Any, where: str) -> str | None:
         return next((reason for reason in inner if reason), None)
     if isinstance(found, bool) == isinstance(expected, bool) and found == expected:
         return None
-    return f"{where} is {found!r}, expected {expected!r}"
+    return f"{where} is {_shown(found)}, expected {_shown(expected)}"
+
+
+def _shown(value: Any) -> str:
+    return one_line(json.dumps(value), 160)
 
 
 def _bytes_difference(found: Any, expected: Any, where: str) -> str | None:
@@ -135,7 +140,11 @@ def _pairs_difference(found: Any, expected: list[list[str]], where: str) -> str 
         return None
     missing = [pair for pair in expected if pair not in found]
     extra = [pair for pair in found if pair not in expected]
-    return f"{where} lacks {missing}, has too much {extra}" if missing or extra else f"{where} repeats a tensor"
+    return (
+        f"{where} lacks {_shown(missing)}, has too much {_shown(extra)}"
+        if missing or extra
+        else f"{where} repeats a tensor"
+    )
 
 
 def _mib_difference(found: Any, expected: dict[str, float], where: str) -> str | None:

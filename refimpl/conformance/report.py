@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -71,10 +70,10 @@ class Report:
         lines.append(f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped")
         return "\n".join(lines)
 
-    def to_json(self) -> str:
-        """The same as JSON, with the counts of each kind."""
+    def to_json(self) -> dict[str, object]:
+        """The same as a JSON object, with the counts of each kind."""
         kinds = Counter((result.kind, result.status) for result in self.results)
-        document: dict[str, object] = {
+        return {
             "passed": self.passed,
             "failed": self.failed,
             "skipped": self.skipped,
@@ -89,7 +88,6 @@ class Report:
             ],
             "notes": self.notes,
         }
-        return json.dumps(document, indent=2)
 
 
 def one_line(text: str, limit: int = LINE_LIMIT) -> str:

@@ -15,8 +15,8 @@ import numpy as np
 from refimpl.conformance.schema import JsonObject
 from refimpl.errors import LayoutError
 from refimpl.placement.llama import TensorSpec, place
-from refimpl.repack.llama import CpuFeatures, layout_for, refusal
-from refimpl.repack.tensor import Version, repack, unpack
+from refimpl.repacking.llama import CpuFeatures, layout_for, refusal
+from refimpl.repacking.tensor import Version, repack, unpack
 from refimpl.types import type_by_name
 from refimpl.units import mib
 

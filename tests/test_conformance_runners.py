@@ -1,0 +1,487 @@
+"""Vectors run on refimpl itself: files, ids, kinds, and that a wrong expectation or a wrong program is noticed."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from refimpl import conformance
+from refimpl.conformance import questions, runners
+from refimpl.conformance.report import Report, Result, one_line
+from refimpl.conformance.schema import KINDS, Vectors, packaged_vectors, parse_vectors
+from refimpl.conformance.streams import splitmix64
+from refimpl.errors import LayoutError, RefimplError, UsageError, VectorError
+from refimpl.repacking import reference
+
+ENVELOPE = {"schema": "refimpl-golden/1", "dialect": "llama.cpp", "source": {"project": "x", "commit": "y"}}
+Write = Callable[..., Path]
+
+
+@cache
+def packaged(kind: str) -> Vectors:
+    (file,) = packaged_vectors([kind])
+    return file
+
+
+def document(kind: str, *ids: str) -> dict[str, Any]:
+    """A copy of a packaged file with these entries only."""
+    file = packaged(kind)
+    chosen = dict(file.document)
+    for key in {entry.container for entry in file.entries}:
+        chosen[key] = [body for body in chosen[key] if body["id"] in ids]
+    return deepcopy(chosen)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def to_file(content: Any, name: str = "mine.json") -> Path:
+        path = tmp_path / name
+        path.write_bytes(json.dumps(content).encode())
+        return path
+
+    return to_file
+
+
+def counts(report: Report) -> tuple[int, int, int]:
+    return report.passed, report.failed, report.skipped
+
+
+def test_all_packaged_vectors_pass() -> None:
+    report = conformance.run()
+    by_kind = Counter((result.kind, result.status) for result in report.results)
+    assert [result for result in report.results if result.status == "failed"] == []
+    assert by_kind == {
+        ("repack", "passed"): 460,
+        ("repack-dispatch", "passed"): 2006,
+        ("repack-placement", "passed"): 33,
+        ("repack-placement", "skipped"): 20,
+    }
+    assert report.exit_code == 0
+    assert report.to_text().splitlines() == [
+        "SKIP 20 of kind repack-placement: device placement is not built yet",
+        "2499 passed, 0 failed, 20 skipped",
+    ]
+
+
+def test_each_repack_entry_is_run_in_both_versions() -> None:
+    report = conformance.run(kinds=["repack"])
+    ids = [result.id for result in report.results]
+    assert ids == [f"{entry.id} [{v}]" for entry in packaged("repack").entries for v in ("clear", "fast")]
+
+
+def test_small_cases_hold_the_bytes_that_their_hashes_say() -> None:
+    import base64
+
+    whole = [entry.body for entry in packaged("repack").entries if "dst_b64" in entry.body]
+    assert len(whole) == 23
+    for body in whole:
+        for side in ("src", "dst"):
+            assert hashlib.sha256(base64.b64decode(body[f"{side}_b64"])).hexdigest() == body[f"{side}_sha256"]
+        assert splitmix64(body["seed"], body["src_nbytes"]).tobytes() == base64.b64decode(body["src_b64"])
+
+
+def splitmix64_word_by_word(seed: int, nbytes: int) -> bytes:
+    """As golden/README.md writes it, on Python integers."""
+    mask, state, out = (1 << 64) - 1, seed, b""
+    while len(out) < nbytes:
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        out += (z ^ (z >> 31)).to_bytes(8, "little")
+    return out[:nbytes]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 20261001001, (1 << 63) + 5, (1 << 64) - 1])
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 1000])
+def test_the_stream_of_a_seed(seed: int, nbytes: int) -> None:
+    assert splitmix64(seed, nbytes).tobytes() == splitmix64_word_by_word(seed, nbytes)
+
+
+def damage_hash(case: dict[str, Any], key: str) -> None:
+    case[key] = ("0" if case[key][0] != "0" else "1") + case[key][1:]
+
+
+def _swap(case: dict[str, Any]) -> None:
+    case["layout_by_ne1"]["4096"] = "q4_K_8x4"
+
+
+def _lose(case: dict[str, Any]) -> None:
+    case["cpu_repack"].pop()
+
+
+def _repeat(case: dict[str, Any]) -> None:
+    case["cpu_repack"].append(case["cpu_repack"][0])
+
+
+def _mib(case: dict[str, Any]) -> None:
+    case["buffer_mib"]["CPU_REPACK"] += 0.01
+
+
+def change(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda case: case.update(values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "spoil", "reason"),
+    [
+        ("repack", "q8_0_4x8", lambda case: damage_hash(case, "dst_sha256"), "repack: dst_sha256 is"),
+        ("repack", "q8_0_4x8", lambda case: damage_hash(case, "src_sha256"), "the seed gives bytes with"),
+        ("repack", "q8_0_4x8", change(dst_nbytes=1), "repack: dst_nbytes is"),
+        ("repack", "q8_0_4x8", change(eligible=False), "repack: eligible is true, expected false"),
+        ("repack", "q8_0_4x8", change(layout="q8_0_5x5"), "repack: E_LAYOUT"),
+        ("repack", "q8_0_4x8", change(src_type="q9_9"), "E_TYPE"),
+        ("repack", "q8_0_4x8", change(ne=[32, 8, 1]), "repack: eligible is false, expected true"),
+        ("repack-dispatch", "x86-avx2/q4_K", _swap, 'layout: layout_by_ne1.4096 is "q4_K_8x8"'),
+        ("repack-dispatch", "x86-avx512/q4_K/MUL_MAT", change(supported=True), "eligible: supported is false"),
+        ("repack-placement", "moe-mixed/default", _lose, "place: cpu_repack lacks [], has too much"),
+        ("repack-placement", "moe-mixed/default", _repeat, "place: cpu_repack repeats a tensor"),
+        ("repack-placement", "moe-mixed/default", _mib, "place: buffer_mib.CPU_REPACK is 3.74, expected 3.75"),
+        ("repack-placement", "moe-mixed/default", change(model_size_bytes=7), "place: model_size_bytes is"),
+    ],
+)
+def test_one_wrong_expectation_fails_exactly_that_entry(
+    write: Write, kind: str, ids: str, spoil: Callable[[dict[str, Any]], None], reason: str
+) -> None:
+    group = ids.partition("/")[0] + "/"
+    everything = [entry.id for entry in packaged(kind).entries if entry.id.startswith(group) and "rpc" not in entry.id]
+    near = everything[:12] + [entry_id for entry_id in everything if entry_id.startswith(ids)][:1]
+    content = document(kind, *near)
+    bodies = [body for key in ("cases", "op_cases") for body in content.get(key, [])]
+    spoilt = next(body for body in bodies if body["id"].startswith(ids))
+    spoil(spoilt)
+    report = conformance.run(vectors=[write(content)])
+    failed = report.of("failed")
+    versions = 2 if kind == "repack" else 1
+    assert {result.id.split(" ")[0] for result in failed} == {spoilt["id"]}
+    assert counts(report) == ((len(bodies) - 1) * versions, versions, 0)
+    assert all(reason in result.reason for result in failed), failed
+    assert report.exit_code == 1
+    assert report.to_text().splitlines()[-1] == f"{report.passed} passed, {versions} failed, 0 skipped"
+
+
+def broken_groups(layout: Any, source: Any, target: Any, groups: int, blocks: int) -> None:
+    repack_groups(layout, source, target, groups, blocks)
+    target[-1] ^= 1
+
+
+repack_groups = reference.repack_groups
+
+
+def test_a_wrong_clear_version_is_noticed(monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
+    monkeypatch.setattr(reference, "repack_groups", broken_groups)
+    report = conformance.run(vectors=[write(document("repack", "q4_0_8x8/min", "q4_0_8x8/inel-half"))])
+    assert [(result.id, result.status) for result in report.results] == [
+        ("q4_0_8x8/min [clear]", "failed"),
+        ("q4_0_8x8/min [fast]", "passed"),
+        ("q4_0_8x8/inel-half [clear]", "passed"),
+        ("q4_0_8x8/inel-half [fast]", "passed"),
+    ]
+
+
+def test_a_wrong_unpack_is_noticed(monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
+    monkeypatch.setattr(runners, "unpack", lambda data, *args, **options: np.frombuffer(data, np.uint8))
+    report = conformance.run(vectors=[write(document("repack", "q4_0_8x8/min", "q4_0_8x8/inel-half"))])
+    assert counts(report) == (2, 2, 0)
+    assert all(result.reason.startswith("unpack: src_sha256 is") for result in report.of("failed"))
+
+
+def test_a_refusal_that_wrote_is_noticed(monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
+    def write_then_refuse(data: Any, kind: str, layout: str, shape: Any, out: Any, **options: str) -> None:
+        out[0] ^= 1
+        raise LayoutError("E_LAYOUT_SHAPE", "too late")
+
+    monkeypatch.setattr(runners, "repack", write_then_refuse)
+    report = conformance.run(vectors=[write(document("repack", "q4_0_8x8/inel-half"))])
+    assert counts(report) == (0, 2, 0)
+    assert "the destination was written" in report.results[0].reason
+
+
+def test_a_defect_in_one_entry_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
+    def defective(tensor_type: Any, ne1: int, cpu: Any) -> None:
+        raise KeyError("some\nthing")
+
+    monkeypatch.setattr(runners, "layout_for", defective)
+    content = document("repack-dispatch", "x86-avx2/q4_K", "x86-avx512/q2_K/MUL_MAT/1024x16/f32")
+    report = conformance.run(vectors=[write(content)])
+    assert counts(report) == (1, 1, 0)
+    assert report.results[0].reason == r"layout: KeyError: 'some\nthing'"
+
+
+def test_gzip_and_plain_are_the_same(tmp_path: Path, write: Write) -> None:
+    content = document("repack-dispatch", "x86-avx2/q4_K", "x86-avx2/q2_K")
+    packed = tmp_path / "packed"  # known by its bytes, not by its name
+    packed.write_bytes(gzip.compress(json.dumps(content).encode()))
+    plain = conformance.run(vectors=[write(content)])
+    assert counts(plain) == counts(conformance.run(vectors=[packed])) == (2, 0, 0)
+
+
+def test_a_file_given_twice_runs_twice(write: Write) -> None:
+    path = write(document("repack-dispatch", "x86-avx2/q4_K", "x86-avx2/q2_K"))
+    assert counts(conformance.run(vectors=[path, str(path)])) == (4, 0, 0)
+
+
+def test_extra_keys_are_ignored_and_ids_made_up_from_the_place(write: Write) -> None:
+    content = document("repack-dispatch", "x86-avx2/q4_K", "x86-avx2/q2_K", "x86-avx512/q2_K/MUL_MAT/1024x16/f32")
+    content["remark"] = {"a": [1]}
+    for body in content["cases"] + content["op_cases"]:
+        body["remark"] = None
+        del body["id"]
+    report = conformance.run(vectors=[write(content, "some.file.json")])
+    assert [(result.id, result.status) for result in report.results] == [
+        ("some.file/cases/0", "passed"),
+        ("some.file/cases/1", "passed"),
+        ("some.file/op_cases/0", "passed"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "ids"),
+    [
+        ("offline-repack", {"cases": [{"id": "a"}, {}]}, ["a", "mine/cases/1"]),
+        ("rtr-regex", {"cases": [{"id": 1}, {"id": 0}]}, ["1", "0"]),
+        ("fit", {"models": {"m": [{"id": "m/0"}, {}], "n": []}}, ["m/0", "mine/m/1"]),
+        ("placement", {"models": {"m": [{}], "n": [{}, {}]}}, ["mine/m/0", "mine/n/0", "mine/n/1"]),
+        ("graph", {"models": {"m": {}}, "graphs": [{}, {}]}, ["mine/graphs/0", "mine/graphs/1"]),
+        ("rtr-counts", {"models": {"m": []}, "runs": [{}]}, ["mine/runs/0"]),
+        (
+            "rpc",
+            {"sessions": [{"name": "s"}], "fnv1a64": [{}, {}], "tensor_struct": [], "hello_replies": {}},
+            ["mine/sessions/0", "mine/fnv1a64/0", "mine/tensor_struct/0", "mine/hello_replies/0"],
+        ),
+        ("of-a-later-version", {"cases": [{"id": "a"}, 3]}, ["a", "mine/cases/1"]),
+        ("of-a-later-version", {"things": 3}, ["mine/cases/0"]),
+    ],
+)
+def test_kinds_that_are_not_built_are_counted_by_entry_and_skipped(
+    write: Write, kind: str, content: dict[str, Any], ids: list[str]
+) -> None:
+    report = conformance.run(vectors=[write({**ENVELOPE, "kind": kind, **content})])
+    assert [result.id for result in report.results] == ids
+    assert counts(report) == (0, 0, len(ids))
+    assert report.exit_code == 1
+    assert report.to_text().splitlines() == [
+        f"SKIP {len(ids)} of kind {kind}: kind {kind} is not built yet",
+        f"0 passed, 0 failed, {len(ids)} skipped",
+    ]
+
+
+def test_a_dialect_or_mask_that_is_not_built_is_skipped(write: Write) -> None:
+    ik = write({**document("repack", "q4_0_8x8/min"), "dialect": "ik_llama.cpp"}, "ik.json")
+    masked = document("repack", "q4_0_8x8/min", "q4_0_8x8/odd")
+    masked["cases"][0]["mask"] = "fin16"
+    report = conformance.run(vectors=[ik, write(masked)])
+    assert counts(report) == (2, 0, 2)
+    assert set(report.skips()) == {
+        ("repack", "kind repack is not built yet for dialect ik_llama.cpp"),
+        ("repack", "mask 'fin16' is not built yet"),
+    }
+
+
+def test_kinds_and_dialects_leave_out_what_was_not_asked_for(write: Write) -> None:
+    dispatch = write(document("repack-dispatch", "x86-avx2/q4_K"), "dispatch.json")
+    both = [{"dialect": "llama.cpp"}, {"dialect": "ik_llama.cpp"}, {"dialect": "ik_llama.cpp"}]
+    validate = write({**ENVELOPE, "kind": "validate", "dialect": "both", "cases": both}, "validate.json")
+    paths = [dispatch, validate]
+    assert counts(conformance.run(vectors=paths)) == (1, 0, 3)
+    assert counts(conformance.run(["validate"], paths)) == (0, 0, 3)
+    assert counts(conformance.run(vectors=paths, dialect="ik_llama.cpp")) == (0, 0, 2)
+    assert counts(conformance.run(vectors=paths, dialect="llama.cpp")) == (1, 0, 1)
+    assert {result.kind for result in conformance.run(["repack-placement"]).results} == {"repack-placement"}
+    nothing = conformance.run(["fit"])
+    assert nothing.to_text() == "NOTE no vectors of kind fit\n0 passed, 0 failed, 0 skipped"
+    assert nothing.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [({"kinds": ["repak"]}, "E_KIND"), ({"kinds": ["fit", ""]}, "E_KIND"), ({"dialect": "llama"}, "E_DIALECT")],
+)
+def test_names_that_nobody_knows_are_wrong_usage(arguments: dict[str, Any], code: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        conformance.run(**arguments)
+    assert caught.value.code == code
+
+
+def test_the_kinds_are_those_of_the_schema() -> None:
+    assert len(KINDS) == 15
+    assert {kind for kind, _ in questions.EXAMS} == {"repack", "repack-dispatch", "repack-placement"}
+
+
+GOOD: dict[str, Any] = {**ENVELOPE, "kind": "fit", "models": {}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "fragment"),
+    [
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON in UTF-8"),
+        (b"{" * 20, "not JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"x":NaN}', "not JSON"),
+        (b"1" * 10_000, "not JSON"),
+        (b"[]", "the top level is not an object"),
+        (b"{}", "no schema, kind, dialect, source in the envelope"),
+        (gzip.compress(b"{}" * 500)[:-20], "damaged gzip data"),
+        (b"\x1f\x8b rest", "damaged gzip data"),
+        ({**GOOD, "schema": "refimpl-golden/2"}, "schema is 'refimpl-golden/2'"),
+        ({**GOOD, "kind": ["fit"]}, "kind is not a string"),
+        ({**GOOD, "dialect": None}, "dialect is not a string"),
+        ({**GOOD, "source": "llama.cpp"}, "source is neither"),
+        ({**ENVELOPE, "kind": "fit"}, "no models in a file of kind fit"),
+        ({**ENVELOPE, "kind": "repack-dispatch"}, "no cases or op_cases in a file"),
+        ({**ENVELOPE, "kind": "repack", "cases": {}}, "cases is not a list"),
+        ({**ENVELOPE, "kind": "repack", "cases": ["x"]}, "entry 0 of cases is not an object"),
+        ({**ENVELOPE, "kind": "fit", "models": []}, "models is not an object of lists"),
+        ({**ENVELOPE, "kind": "fit", "models": {"m": {}}}, "m is not a list"),
+    ],
+)
+def test_what_is_no_vectors_file_is_refused_in_one_line(tmp_path: Path, raw: Any, fragment: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(raw if isinstance(raw, bytes) else json.dumps(raw).encode())
+    with pytest.raises(VectorError) as caught:
+        conformance.run(vectors=[path])
+    assert caught.value.code == "E_VECTORS"
+    assert caught.value.exit_code == 3
+    assert fragment in caught.value.text
+    assert str(path) in caught.value.text
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry", "change", "fragment"),
+    [
+        ("repack", "q4_0_8x8/min", {"layout": None}, "entry q4_0_8x8/min has no layout that is a string"),
+        ("repack", "q4_0_8x8/min", {"ne": [32, "8"]}, "no ne that is"),
+        ("repack", "q4_0_8x8/min", {"ne": [1] * 5}, "no ne that is"),
+        ("repack", "q4_0_8x8/min", {"seed": -1}, "no seed that is"),
+        ("repack", "q4_0_8x8/min", {"seed": 1 << 64}, "no seed that is"),
+        ("repack", "q4_0_8x8/min", {"src_nbytes": 1 << 50}, "no src_nbytes that is"),
+        ("repack", "q4_0_8x8/min", {"src_nbytes": True}, "no src_nbytes that is"),
+        ("repack", "q4_0_8x8/min", {"eligible": 1}, "no eligible that is true or false"),
+        ("repack", "q4_0_8x8/min", {"dst_sha256": "ab"}, "no dst_sha256 that is"),
+        ("repack-dispatch", "x86-avx2/q4_K", {"profile": "x86-mine"}, "profiles has no 'x86-mine'"),
+        ("repack-dispatch", "x86-avx2/q4_K", {"layout_by_ne1": {"x": None}}, "no layout_by_ne1 that is"),
+        ("repack-placement", "moe-mixed/default", {"model": "mine"}, "models has no 'mine'"),
+        ("repack-placement", "moe-mixed/default", {"cpu_repack": [["a"]]}, "no cpu_repack that is"),
+    ],
+)
+def test_entries_that_cannot_be_asked_about_are_refused_before_anything_runs(
+    write: Write, kind: str, entry: str, change: dict[str, Any], fragment: str
+) -> None:
+    content = document(kind, entry)
+    content["cases"][0].update(change)
+    with pytest.raises(VectorError) as caught:
+        conformance.run(vectors=[write(content)])
+    assert caught.value.code == "E_VECTORS"
+    assert fragment in caught.value.text
+
+
+@pytest.mark.parametrize(("section", "value"), [("models", {"moe-mixed": {"arch": "llama"}}), ("cpu_features", None)])
+def test_sections_that_entries_refer_to_are_checked(write: Write, section: str, value: Any) -> None:
+    content = {**document("repack-placement", "moe-mixed/default"), section: value}
+    with pytest.raises(VectorError, match=f"the file has no {section} that is"):
+        conformance.run(vectors=[write(content)])
+
+
+@pytest.mark.parametrize("name", ["absent.json", ".", "nul\0.json"])
+def test_a_file_that_is_not_there_is_a_vector_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(VectorError) as caught:
+        conformance.run(vectors=[f"{tmp_path}/{name}"])
+    assert (caught.value.code, caught.value.exit_code) == ("E_OPEN", 3)
+
+
+def test_a_file_that_cannot_be_read_is_the_machines_fault() -> None:
+    with pytest.raises(RefimplError) as caught:
+        conformance.run(vectors=["/proc/self/mem"])
+    assert (caught.value.code, caught.value.exit_code) == ("E_IO", 4)
+
+
+def test_no_more_than_the_limit_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refimpl.conformance.schema.SIZE_LIMIT", 1000)
+    with pytest.raises(VectorError, match="more than 1000 bytes"):
+        parse_vectors(gzip.compress(b" " * 5000), "bomb.json.gz")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "reason"),
+    [
+        (True, 1, "x is true, expected 1"),
+        (1, True, "x is 1, expected true"),
+        (None, False, "x is null, expected false"),
+        ("1", 1, 'x is "1", expected 1'),
+        ({}, {"a": 1}, "x has no a"),
+        ({"a": 1, "b": 2}, {"a": 1}, "x has an unexpected b"),
+        ({"a": {"b": 2}}, {"a": {"b": 3}}, "x.a.b is 2, expected 3"),
+        ([], {}, "x is [], expected {}"),
+        (2.0, 2, None),
+        ({"b": None, "a": "x"}, {"a": "x", "b": None}, None),
+    ],
+)
+def test_json_values_are_compared_strictly(found: Any, expected: Any, reason: str | None) -> None:
+    assert questions.difference(found, expected, "x") == reason
+
+
+@pytest.mark.parametrize(
+    ("key", "found", "expected", "reason"),
+    [
+        ("dst_b64", "YWJj", hashlib.sha256(b"abc").hexdigest(), None),
+        ("dst_b64", "YWJk", hashlib.sha256(b"abc").hexdigest(), "sha256 of dst_b64 is"),
+        ("dst_b64", "YW!j", hashlib.sha256(b"abc").hexdigest(), "dst_b64 is not base64"),
+        ("dst_b64", 5, hashlib.sha256(b"abc").hexdigest(), "dst_b64 is 5"),
+        ("dst_b64", "YWJj", None, 'dst_b64 is "YWJj", expected null'),
+        ("cpu_repack", [["b", "y"], ["a", "x"]], [["a", "x"], ["b", "y"]], None),
+        ("cpu_repack", [["b", "y"]], [["a", "x"]], 'cpu_repack lacks [["a", "x"]], has too much [["b", "y"]]'),
+        ("cpu_repack", [["a"]], [], "cpu_repack is not a list of"),
+        ("buffer_mib", {"CPU": 1.2345}, {"CPU": 1.23}, None),
+        ("buffer_mib", {"CPU": 4}, {"CPU": 4.0}, None),
+        ("buffer_mib", {"CPU": 1.2351}, {"CPU": 1.23}, "buffer_mib.CPU is 1.24, expected 1.23"),
+        ("buffer_mib", {"CPU": 1.23, "X": 0}, {"CPU": 1.23}, "buffer_mib has an unexpected X"),
+    ],
+)
+def test_keys_with_a_comparison_of_their_own(key: str, found: Any, expected: Any, reason: str | None) -> None:
+    question = questions.Question("op", {}, {key: expected}, ((key,),))
+    verdict = questions.judge(question, {"output": {key: found}})
+    assert verdict == reason if reason is None else reason in (verdict or "")
+
+
+def test_report_as_text_and_json() -> None:
+    report = Report(
+        [
+            Result("f.json", "repack", "a", "passed"),
+            Result("f.json", "repack", "b\nc", "failed", "wrong"),
+            Result("f.json", "fit", "d", "skipped", "later"),
+            Result("f.json", "fit", "e", "skipped", "later"),
+        ],
+        ["a note"],
+    )
+    assert report.to_text() == (
+        "FAIL f.json b c: wrong\nSKIP 2 of kind fit: later\nNOTE a note\n1 passed, 1 failed, 2 skipped"
+    )
+    assert json.loads(json.dumps(report.to_json())) == {
+        "passed": 1,
+        "failed": 1,
+        "skipped": 2,
+        "exit_code": 1,
+        "kinds": {
+            "repack": {"passed": 1, "failed": 1, "skipped": 0},
+            "fit": {"passed": 0, "failed": 0, "skipped": 2},
+        },
+        "failures": [{"file": "f.json", "kind": "repack", "id": "b\nc", "reason": "wrong"}],
+        "skips": [{"kind": "fit", "reason": "later", "count": 2}],
+        "notes": ["a note"],
+    }
+
+
+def test_report_lines_stay_lines() -> None:
+    assert one_line("a\n\tb\x00\x1b[31m\udc80c") == "a b [31m c"
+    assert len(one_line("x" * 10_000)) == 400
