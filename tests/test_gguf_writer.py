@@ -7,6 +7,7 @@ import io
 import os
 import random
 import struct
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def test_streams() -> None:
         yield memoryview(data)[:50_000].cast("H")
         yield data[50_000:]
 
-    plain = written([("t", ("arr", V.STR), strings)], [("d", F32, (30_000,), data)])
+    plain = written([("t", ("arr", V.STR), strings)], [("d", F32, (30_000,), array("f", data))])
     streamed = written(
         [("t", ("arr", V.STR), Counted(10_000, (s for s in strings)))], [("d", F32, (30_000,), chunks())]
     )
@@ -209,6 +210,8 @@ class TestAlignment:
         ([], [("n", F32, (1,) * 5, None)], "E_NDIMS"),
         ([], [("n", F32, (1, -1), None)], "E_DIM_NEGATIVE"),
         ([], [("n", Q8_0, (33,), None)], "E_BLOCK"),
+        ([], [("n", F32, (2**63,), None)], "E_DIMS_OVERFLOW"),
+        ([], [("n", F32, (2**62,), None), ("m", F32, (1,), None)], "E_DIMS_OVERFLOW"),
         ([], [("n", F32, (2,), bytes(7))], "E_DATA_SIZE"),
         ([], [("n", F32, (2,), [bytes(8), b"", b"1"])], "E_DATA_SIZE"),
     ],

@@ -69,7 +69,7 @@ def write_gguf(
     ------
     GGUFError
         The arguments describe a file that no reader takes (E_KEY_EMPTY, E_KEY_DUPLICATE, E_ALIGN_VALUE, E_NAME_LONG,
-        E_NAME_DUPLICATE, E_NDIMS, E_DIM_NEGATIVE, E_BLOCK, E_VERSION).
+        E_NAME_DUPLICATE, E_NDIMS, E_DIM_NEGATIVE, E_DIMS_OVERFLOW, E_BLOCK, E_VERSION).
     UsageError
         E_VALUE: a value that its type cannot hold, or another number of elements than announced.
         E_DATA_SIZE: another number of data bytes than type and shape take.
@@ -133,8 +133,12 @@ class _Out:
 
 
 def _write_data(out: _Out, name: Name, data: Any, nbytes: int) -> None:
+    try:
+        chunks: Iterable[Any] = (memoryview(data),)
+    except TypeError:  # not bytes-like
+        chunks = data
     done = 0
-    for chunk in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
+    for chunk in chunks:
         view = memoryview(chunk)
         done += view.nbytes
         if done > nbytes:
@@ -224,8 +228,11 @@ def _infos(tensors: Sequence[Tensor], alignment: int) -> bytes:
             raise GGUFError("E_NDIMS", f"tensor {name!r}: {len(shape)} dimensions", tensor=name)
         if any(size < 0 for size in shape):
             raise GGUFError("E_DIM_NEGATIVE", f"tensor {name!r}: shape {tuple(shape)}", tensor=name)
-        sizes = b"".join(map(I64.pack, shape))
-        pieces += _string(name), U32.pack(len(shape)), sizes, I32.pack(kind.id), U64.pack(offset)
+        try:
+            sizes = b"".join(map(I64.pack, shape))
+            pieces += _string(name), U32.pack(len(shape)), sizes, I32.pack(kind.id), U64.pack(offset)
+        except struct.error as error:
+            raise GGUFError("E_DIMS_OVERFLOW", f"tensor {name!r}: {tuple(shape)} at {offset}", tensor=name) from error
         offset += pad(kind.tensor_bytes(shape), alignment)
     return b"".join(pieces)
 
