@@ -1,4 +1,4 @@
-"""The fast twin of refimpl.repack.reference for llama.cpp's layouts: one compiled kernel per layout and direction."""
+"""The fast twin of repacking.reference for llama.cpp's layouts: one compiled kernel per layout and direction."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compiled(index: int, mode: int) -> Any:
 def repack_groups(
     layout: Layout, source: NDArray[np.uint8], target: NDArray[np.uint8], groups: int, blocks: int
 ) -> None:
-    """Interleave row groups; arguments as in refimpl.repack.reference.repack_groups, but without overlap."""
+    """Interleave row groups; arguments as in refimpl.repacking.reference.repack_groups, but without overlap."""
     aligned = target.ctypes.data % WIDTH == 0 and layout.super_block_bytes % WIDTH == 0
     mode = REPACK_NONTEMPORAL if aligned and target.size >= NONTEMPORAL_BYTES else REPACK
     compiled(LAYOUTS.index(layout), mode)(target.ctypes.data, source.ctypes.data, groups, blocks)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from refimpl.gguf.source import open_header as open
     from refimpl.loading.loader import load
     from refimpl.loading.model import LoadedModel
-    from refimpl.repack.tensor import repack, unpack
+    from refimpl.repacking.tensor import repack, unpack
 
 __version__ = "0.1.0"
 
@@ -23,8 +23,8 @@ _HOME = {
     "RefimplError": ("refimpl.errors", "RefimplError"),
     "load": ("refimpl.loading.loader", "load"),
     "open": ("refimpl.gguf.source", "open_header"),
-    "repack": ("refimpl.repack.tensor", "repack"),
-    "unpack": ("refimpl.repack.tensor", "unpack"),
+    "repack": ("refimpl.repacking.tensor", "repack"),
+    "unpack": ("refimpl.repacking.tensor", "unpack"),
 }
 
 __all__ = ["Header", "LoadedModel", "RefimplError", "__version__", "load", "open", "repack", "unpack"]

@@ -9,7 +9,7 @@ from refimpl.model.architectures import KNOWN, architecture, exact_architectures
 from refimpl.model.tensor_ops import use_of
 from refimpl.placement.devices import features_from_cpuinfo, features_from_llvm, native_cpu, resolve_cpu
 from refimpl.placement.llama import TensorSpec, place, place_header
-from refimpl.repack.llama import ALIASES, PROFILES, CpuFeatures, layout_for, refusal
+from refimpl.repacking.llama import ALIASES, PROFILES, CpuFeatures, layout_for, refusal
 from refimpl.types import type_by_id, type_by_name
 
 AVX512 = PROFILES["x86-avx512"]

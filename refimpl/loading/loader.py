@@ -31,8 +31,8 @@ from refimpl.loading.model import LoadedModel, LoadedTensor, LoadReport
 from refimpl.loading.reclaim import Policy, Reclaimer
 from refimpl.placement.devices import resolve_cpu
 from refimpl.placement.llama import BUFFER_ALIGNMENT, Placement, Row, place_header
-from refimpl.repack.llama import CpuFeatures
-from refimpl.repack.tensor import group_function
+from refimpl.repacking.llama import CpuFeatures
+from refimpl.repacking.tensor import group_function
 from refimpl.units import mib, pad
 
 BEHAVES_LIKE = "llama.cpp 0c1e57098"

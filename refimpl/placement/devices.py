@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from refimpl.repack.llama import CpuFeatures, cpu_profile
+from refimpl.repacking.llama import CpuFeatures, cpu_profile
 
 _X86 = {"x86_64", "amd64", "i386", "i686"}
 _ARM = {"aarch64", "arm64"}

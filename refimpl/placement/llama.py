@@ -14,7 +14,7 @@ from refimpl.errors import ModelError
 from refimpl.layouts import Layout
 from refimpl.model.architectures import architecture, layer_of
 from refimpl.model.tensor_ops import USED_AS_3D, TensorClass, stem_of, use_of
-from refimpl.repack.llama import CpuFeatures, layout_for, refusal
+from refimpl.repacking.llama import CpuFeatures, layout_for, refusal
 from refimpl.types import TensorType, UnknownType
 from refimpl.units import pad
 

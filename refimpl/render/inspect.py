@@ -13,7 +13,7 @@ from refimpl.gguf.header import Header
 from refimpl.gguf.values import LazyArray
 from refimpl.placement.llama import place_header
 from refimpl.render.text import facts, table
-from refimpl.repack.llama import CpuFeatures
+from refimpl.repacking.llama import CpuFeatures
 from refimpl.units import human
 
 SHOWN = 6

@@ -110,8 +110,8 @@ def _join_k_scales(packed: Bytes, field: Field) -> Bytes:
     low, high = both[..., 0:8, :], both[..., 8:12, :]
     sc_high: Bytes = np.concatenate([high & 3, (high >> 4) & 3], axis=-2)
     mn_high: Bytes = np.concatenate([(high >> 2) & 3, high >> 6], axis=-2)
-    sc: Bytes = (low & 15) | (sc_high << np.uint8(4))
-    mn: Bytes = (low >> 4) | (mn_high << np.uint8(4))
+    sc: Bytes = np.bitwise_or(low & 15, sc_high << 4)
+    mn: Bytes = np.bitwise_or(low >> 4, mn_high << 4)
     return _encode_k_scales(sc.swapaxes(-1, -2), mn.swapaxes(-1, -2))
 
 
