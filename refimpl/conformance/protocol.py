@@ -159,8 +159,10 @@ class _Process:
                 unsent = self._write(unsent)
             if "stderr" in ready:
                 self._read("stderr")
-            # Without output, a look at the process itself: something that it left behind may hold the pipe open.
-            at_end = not self._read("stdout") if "stdout" in ready else not ready and self._exited()
+            if "stdout" in ready:
+                at_end = not self._read("stdout")
+            else:  # a look at the process itself, since something that it left behind may hold the pipe open
+                at_end = not ready and self._exited() and "stdout" not in self._ready(0)
             if at_end:
                 raise EOFError
 
