@@ -1,0 +1,128 @@
+"""GB/s of source bytes of every layout: ours, memcpy, and the real C++ in the same process where a wheel holds it.
+
+    pytest benchmarks -k witness          # against the real programs, `ratio LAYOUT VALUE` at the end
+    pytest benchmarks -k "repack and not witness"
+
+One thread, process CPU time, calls alternated, medians; the target has been written before. Of the two wheels the
+faster one is the mark. ne0 = 4096.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from refimpl.kernels import llama_repack
+
+from refimpl.layouts import LAYOUTS, Layout
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from witness import DATA, FILES, Ggml, installed
+
+NE0 = 4096
+HEADS = "repack, GB/s of source: layout ours unpack memcpy real ratio spread"
+
+
+class Case:
+    """Source and target of one layout, and the calls to be timed."""
+
+    def __init__(self, layout: Layout, mib: int) -> None:
+        row = layout.source_type.row_bytes(NE0)
+        self.layout, self.rows = layout, max(1, (mib << 20) // row // 48) * 48
+        self.nbytes = self.rows * row
+        self.source = np.random.default_rng(1).integers(0, 256, self.nbytes, dtype=np.uint8)
+        room = np.zeros(self.nbytes + 64, np.uint8)
+        start = -room.ctypes.data % 64
+        self.target = room[start : start + self.nbytes]
+        self.geometry = layout.geometry((NE0, self.rows))
+
+    def ours(self) -> None:
+        llama_repack.repack_groups(self.layout, self.source, self.target, *self.geometry)
+
+    def unpack(self) -> None:
+        llama_repack.unpack_groups(self.layout, self.source, self.target, *self.geometry)
+
+    def memcpy(self) -> None:
+        ctypes.memmove(self.target.ctypes.data, self.source.ctypes.data, self.nbytes)
+
+    def real(self, library: Ggml) -> Callable[[], int] | None:
+        """A call of a wheel's own code; None if it was not compiled."""
+        function = library.repack_function(self.layout.name)
+        if function is None:
+            return None
+        _, tensor = library.tensor(self.layout.source_type.id, [NE0, self.rows, 1])
+        ctypes.c_void_p.from_address(tensor + DATA).value = self.target.ctypes.data
+        source, nbytes = self.source.ctypes.data, self.nbytes
+        return lambda: function(tensor, source, nbytes)
+
+
+def measure(benchmark, case: Case, rivals: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """GB/s of every call, sample by sample; the rivals are timed in turn before each of our calls."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+
+    def others() -> None:
+        for name, call in rivals.items():
+            start = time.process_time()
+            call()
+            seconds[name].append(time.process_time() - start)
+
+    def timed() -> None:
+        start = time.process_time()
+        case.ours()
+        seconds["ours"].append(time.process_time() - start)
+
+    case.ours()
+    others()
+    seconds.clear()
+    benchmark.pedantic(timed, setup=others, rounds=rounds, iterations=1)
+    return {name: [case.nbytes / max(value, 1e-9) / 1e9 for value in values] for name, values in seconds.items()}
+
+
+def report(figures, layout: Layout, speeds: dict[str, list[float]], real: str | None) -> float | None:
+    median = {name: float(np.median(values)) for name, values in speeds.items()}
+    ratio = median["ours"] / median[real] if real else None
+    low, high = np.percentile(speeds["ours"], [10, 90])
+    figures.row(
+        HEADS,
+        layout.name,
+        *(f"{median[name]:.2f}" for name in ("ours", "unpack", "memcpy")),
+        f"{median[real]:.2f}" if real else "-",
+        f"{ratio:.2f}" if ratio else "-",
+        f"{low:.1f}-{high:.1f}",
+    )
+    return ratio
+
+
+@pytest.fixture(scope="module")
+def libraries() -> dict[str, Ggml]:
+    """The wheels that are installed, in this process; none of them with global symbols."""
+    found = {name: Ggml(name) for name in FILES if installed(name)}
+    if not found:
+        pytest.skip("neither libggml-python nor xllamacpp is installed (extra: witness)")
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_repack(benchmark, figures, layout, source_mib, rounds):
+    case = Case(layout, source_mib)
+    report(figures, layout, measure(benchmark, case, {"unpack": case.unpack, "memcpy": case.memcpy}, rounds), None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_witness_llama_repack(benchmark, figures, libraries, layout, source_mib, rounds):
+    case = Case(layout, source_mib)
+    calls = {name: call for name, library in libraries.items() if (call := case.real(library))}
+    if not calls:
+        pytest.skip(f"no wheel holds {layout.name}: upstream compiles it for RISC-V only")
+    rivals = calls | {"unpack": case.unpack, "memcpy": case.memcpy}
+    speeds = measure(benchmark, case, rivals, rounds)
+    best = max(calls, key=lambda name: np.median(speeds[name]))
+    ratio = report(figures, layout, speeds, best)
+    assert ratio is not None
+    figures.ratio(layout.name, ratio)
