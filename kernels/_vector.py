@@ -19,12 +19,20 @@ Value = ir.Value
 
 
 class Emitter:
-    """Loads, shuffles and stores at constant offsets from run-time addresses (i64)."""
+    """Loads, shuffles and stores at constant offsets from run-time addresses (i64).
 
-    def __init__(self, builder: ir.IRBuilder, nontemporal: bool = False) -> None:
+    With `streamed`, stores to that address go past the caches: they are collected and written in whole aligned
+    16-byte pieces, in ascending order, since a cache line that is written in parts is twenty times slower that way.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, streamed: Value | None = None) -> None:
         self.builder = builder
-        self._nontemporal = None
-        if nontemporal:
+        self.base = 0
+        """Added to the offsets of streamed stores: where the current super-block begins."""
+        self._streamed = streamed
+        self._pending: list[tuple[int, Value]] = []
+        self._written = 0
+        if streamed is not None:
             self._nontemporal = builder.module.add_metadata([ir.Constant(I32, 1)])
 
     def _pointer(self, address: Value, offset: int, kind: ir.Type) -> Value:
@@ -53,13 +61,33 @@ class Emitter:
             self.builder.store(item, self._pointer(address, offset, kind), align=1)
 
     def store(self, address: Value, offset: int, vector: Value) -> None:
-        """All bytes of `vector`; past the caches when the emitter is non-temporal (then 16-byte aligned)."""
-        pointer = self._pointer(address, offset, vector.type)
-        if self._nontemporal is None:
-            self.builder.store(vector, pointer, align=1)
-        else:
-            instruction = self.builder.store(vector, pointer, align=WIDTH)
-            instruction.set_metadata("nontemporal", self._nontemporal)
+        """All bytes of `vector`; any alignment. Streamed stores come in ascending order, without gaps."""
+        if address is not self._streamed:
+            self.builder.store(vector, self._pointer(address, offset, vector.type), align=1)
+            return
+        offset += self.base
+        end = self._pending[-1][0] + self._pending[-1][1].type.count if self._pending else self._written
+        if offset != end:
+            raise ValueError(f"a streamed store at {offset} does not follow the last one, which ended at {end}")
+        self._pending.append((offset, vector))
+        while self._written + WIDTH <= offset + vector.type.count:
+            self._write_piece(address)
+
+    def _write_piece(self, address: Value) -> None:
+        """Put the next 16 bytes together from the pending vectors, and write them."""
+        start = self._written
+        piece, filled = None, 0
+        for offset, vector in self._pending:
+            first, last = max(offset, start), min(offset + vector.type.count, start + WIDTH)
+            taken = [start + i - offset if first <= start + i < last else 0 for i in range(WIDTH)]
+            part = self.shuffle(vector, vector, taken)
+            lanes = [i if i < filled else WIDTH + i for i in range(WIDTH)]
+            piece = part if piece is None else self.shuffle(piece, part, lanes)
+            filled = last - start
+        instruction = self.builder.store(piece, self._pointer(address, start, V16), align=WIDTH)
+        instruction.set_metadata("nontemporal", self._nontemporal)
+        self._written += WIDTH
+        self._pending = [(o, v) for o, v in self._pending if o + v.type.count > self._written]
 
     def shuffle(self, a: Value, b: Value, indices: Sequence[int]) -> Value:
         """Bytes picked from a (0..) and b (after a's)."""

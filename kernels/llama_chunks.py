@@ -33,7 +33,7 @@ def interleave(emit: Emitter, field: Field, rows: Sequence[Value], packed: Value
                 c, r = divmod(j * WIDTH // chunk, together)
                 target = (place[column // chunk + c] * n + first + r) * chunk
                 finished[field.target_offset + target] = emit.xor(vector, field.xor)
-        for target in sorted(finished):  # a cache line is written at one go, which non-temporal stores need
+        for target in sorted(finished):  # in ascending order, as streamed stores need
             emit.store(packed, target, finished[target])
 
 

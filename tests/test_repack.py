@@ -109,16 +109,17 @@ def test_in_place_of_more_than_the_scratch_memory(rng):
 
 @ALL
 def test_the_variant_for_large_targets_gives_the_same_bytes(layout, rng, monkeypatch):
-    if layout.super_block_bytes % 16:
-        pytest.skip("this layout has no non-temporal variant: its super-blocks are not multiples of 16 bytes")
-    shape = shape_of(layout, 3, 4)
-    source = tensor(layout, shape, rng)
-    room = np.zeros(source.size + 16, np.uint8)
-    start = -room.ctypes.data % 16
-    target = room[start : start + source.size]
-    monkeypatch.setattr(llama_repack, "NONTEMPORAL_BYTES", 0)
-    repack(source, layout.source_type, layout, shape, out=target)
-    assert np.array_equal(target, repack(source, layout.source_type, layout, shape, version="clear"))
+    monkeypatch.setattr(llama_repack, "STREAMED_BYTES", 0)
+    for blocks in (4, 8, 3):  # an odd number takes the ordinary variant where super-blocks go in pairs
+        shape = shape_of(layout, blocks, 4)
+        source = tensor(layout, shape, rng)
+        room = np.full(source.size + 48, 0xAA, np.uint8)
+        start = 16 - room.ctypes.data % 16
+        target = room[start : start + source.size]
+        repack(source, layout.source_type, layout, shape, out=target)
+        assert np.array_equal(target, repack(source, layout.source_type, layout, shape, version="clear"))
+        assert (room[:start] == 0xAA).all()
+        assert (room[start + source.size :] == 0xAA).all()
 
 
 @VERSIONS
