@@ -12,9 +12,8 @@ import pytest
 import refimpl
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-MODULES = [
-    module.name for module in pkgutil.walk_packages(refimpl.__path__, "refimpl.") if not module.name.endswith("__main__")
-]
+NAMES = [module.name for module in pkgutil.walk_packages(refimpl.__path__, "refimpl.")]
+MODULES = [name for name in NAMES if not name.endswith("__main__")]
 
 
 @pytest.mark.parametrize("name", MODULES)
