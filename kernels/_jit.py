@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numba
@@ -18,17 +19,11 @@ def kernel(function: Callable[..., Any]) -> Any:
     return numba.njit(nogil=True, cache=_CACHE, fastmath=False, boundscheck=False)(function)
 
 
-def _fingerprint() -> int:
-    """A number that changes with any source that shapes a kernel.
+def fingerprint(*modules: ModuleType) -> int:
+    """A number that changes with the source of any of these modules.
 
-    Numba's cache looks only at the file that defines a function, not at the emitters and tables it was made from;
-    kernels close over this number, so a change anywhere in them misses the cache.
+    Numba's cache looks only at the file that defines a function, not at the emitters and tables it was made from; a
+    kernel that closes over this number misses the cache when one of them changes.
     """
-    here = Path(__file__).parent
-    from refimpl import layouts
-
-    sources = [*sorted(here.glob("*.py")), Path(layouts.__file__)]
-    return int.from_bytes(sha256(b"".join(path.read_bytes() for path in sources)).digest()[:6], "little")
-
-
-FINGERPRINT = _fingerprint()
+    sources = (Path(str(module.__file__)).read_bytes() for module in modules)
+    return int.from_bytes(sha256(b"".join(sources)).digest()[:6], "little")

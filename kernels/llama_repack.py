@@ -25,6 +25,8 @@ _RULES: dict[Rule, tuple[Callable[..., None], Callable[..., None]]] = {
     "nibbles": (llama_nibbles.interleave, llama_nibbles.separate),
 }
 
+FINGERPRINT = fingerprint(_vector, llama_chunks, llama_nibbles, llama_scales, layouts)
+
 REPACK, UNPACK, REPACK_STREAMED = 0, 1, 2
 
 STREAMED_BYTES = 8 << 20
@@ -37,7 +39,7 @@ def super_blocks_together(layout: Layout) -> int:
 
 
 @intrinsic(prefer_literal=True)
-def _super_block(typingctx: Any, index: Any, mode: Any, fingerprint: Any, packed: Any, rows: Any, stride: Any) -> Any:
+def _super_block(typingctx: Any, index: Any, mode: Any, sources: Any, packed: Any, rows: Any, stride: Any) -> Any:
     """Emit one step of layout number `index`: `packed` is the target address, `rows` that of the first source block."""
     if not all(isinstance(x, types.IntegerLiteral) for x in (index, mode)):
         raise TypingError("layout and mode are compile-time constants")
@@ -55,7 +57,7 @@ def _super_block(typingctx: Any, index: Any, mode: Any, fingerprint: Any, packed
             first = builder.add(first, offset)
         return context.get_dummy_value()
 
-    return types.void(index, mode, fingerprint, types.int64, types.int64, types.int64), codegen
+    return types.void(index, mode, sources, types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -72,7 +74,7 @@ def _fence(typingctx: Any) -> Any:
 @cache
 def compiled(index: int, mode: int) -> Any:
     """The kernel of layout number `index`: f(interleaved address, row address, groups, blocks)."""
-    layout, fingerprint = LAYOUTS[index], FINGERPRINT
+    layout, sources = LAYOUTS[index], FINGERPRINT
     n, size = layout.rows, layout.source_type.block_bytes
     step = super_blocks_together(layout) if mode == REPACK_STREAMED else 1
 
@@ -81,7 +83,7 @@ def compiled(index: int, mode: int) -> Any:
         stride = blocks * size
         for _ in range(groups):
             for x in range(0, blocks, step):
-                _super_block(index, mode, fingerprint, packed, rows + x * size, stride)
+                _super_block(index, mode, sources, packed, rows + x * size, stride)
                 packed += step * n * size
             rows += n * stride
         _fence()
