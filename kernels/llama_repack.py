@@ -12,10 +12,11 @@ from numba import types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 from numpy.typing import NDArray
-from refimpl.kernels import llama_chunks, llama_nibbles, llama_scales
-from refimpl.kernels._jit import FINGERPRINT, kernel
+from refimpl.kernels import _vector, llama_chunks, llama_nibbles, llama_scales
+from refimpl.kernels._jit import fingerprint, kernel
 from refimpl.kernels._vector import WIDTH, Emitter
 
+from refimpl import layouts
 from refimpl.layouts import LAYOUTS, Layout, Rule
 
 _RULES: dict[Rule, tuple[Callable[..., None], Callable[..., None]]] = {
