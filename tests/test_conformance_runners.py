@@ -64,11 +64,12 @@ def test_all_packaged_vectors_pass() -> None:
         ("repack-dispatch", "passed"): 2006,
         ("repack-placement", "passed"): 33,
         ("repack-placement", "skipped"): 20,
+        ("validate", "passed"): 2 * 1272,
     }
     assert report.exit_code == 0
     assert report.to_text().splitlines() == [
         "SKIP 20 of kind repack-placement: device placement is not built yet",
-        "2499 passed, 0 failed, 20 skipped",
+        "5043 passed, 0 failed, 20 skipped",
     ]
 
 
@@ -146,6 +147,9 @@ def change(**values: Any) -> Callable[[dict[str, Any]], None]:
         ("repack-placement", "moe-mixed/default", _repeat, "place: cpu_repack repeats a tensor"),
         ("repack-placement", "moe-mixed/default", _mib, "place: buffer_mib.CPU_REPACK is 3.74, expected 3.75"),
         ("repack-placement", "moe-mixed/default", change(model_size_bytes=7), "place: model_size_bytes is"),
+        ("validate", "llama.cpp/ggml_validate_row_data/q6_K/ok", change(valid=False), "validate: valid is true"),
+        ("validate", "llama.cpp/ggml_validate_row_data/q6_K/ok", change(type_id=31), "validate: E_TENSOR_TYPE"),
+        ("validate", "ik_llama.cpp/iqk_validate_tensor/iq2_k/ok", change(ne=[256, 1]), "validate: E_DATA_SIZE"),
     ],
 )
 def test_one_wrong_expectation_fails_exactly_that_entry(
@@ -160,7 +164,7 @@ def test_one_wrong_expectation_fails_exactly_that_entry(
     spoil(spoilt)
     report = conformance.run(vectors=[write(content)])
     failed = report.of("failed")
-    versions = 2 if kind == "repack" else 1
+    versions = len(runners.VERSIONS.get(kind, [""]))
     assert {result.id.split(" ")[0] for result in failed} == {spoilt["id"]}
     assert counts(report) == ((len(bodies) - 1) * versions, versions, 0)
     assert all(reason in result.reason for result in failed), failed
@@ -231,10 +235,10 @@ def test_a_dialect_or_mask_that_is_not_built_is_skipped(write: Write) -> None:
 def test_kinds_and_dialects_leave_out_what_was_not_asked_for(write: Write) -> None:
     dispatch = write(document("repack-dispatch", "x86-avx2/q4_K"), "dispatch.json")
     both = [{"dialect": "llama.cpp"}, {"dialect": "ik_llama.cpp"}, {"dialect": "ik_llama.cpp"}]
-    validate = write({**ENVELOPE, "kind": "validate", "dialect": "both", "cases": both}, "validate.json")
-    paths = [dispatch, validate]
+    rtr = write({**ENVELOPE, "kind": "rtr", "dialect": "both", "cases": both}, "rtr.json")
+    paths = [dispatch, rtr]
     assert counts(conformance.run(vectors=paths)) == (1, 0, 3)
-    assert counts(conformance.run(["validate"], paths)) == (0, 0, 3)
+    assert counts(conformance.run(["rtr"], paths)) == (0, 0, 3)
     assert counts(conformance.run(vectors=paths, dialect="ik_llama.cpp")) == (0, 0, 2)
     assert counts(conformance.run(vectors=paths, dialect="llama.cpp")) == (1, 0, 1)
     assert {result.kind for result in conformance.run(["repack-placement"]).results} == {"repack-placement"}
@@ -255,7 +259,7 @@ def test_names_that_nobody_knows_are_wrong_usage(arguments: dict[str, Any], code
 
 def test_the_kinds_are_those_of_the_schema() -> None:
     assert len(KINDS) == 15
-    assert {kind for kind, _ in questions.EXAMS} == {"repack", "repack-dispatch", "repack-placement"}
+    assert {kind for kind, _ in questions.EXAMS} == {"repack", "repack-dispatch", "repack-placement", "validate"}
 
 
 @pytest.mark.parametrize(

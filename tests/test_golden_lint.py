@@ -18,10 +18,11 @@ from refimpl.conformance import lint
 from refimpl.conformance.schema import KINDS
 
 GOLDEN = Path(str(resources.files("refimpl.golden")))
-REPACK, DISPATCH, PLACEMENT = (
+REPACK, DISPATCH, PLACEMENT, VALIDATE = (
     "repack/repack-llama.json",
     "repack/repack-llama-dispatch.json",
     "placement/repack-llama-placement.json",
+    "gguf/validate.json",
 )
 
 
@@ -30,7 +31,7 @@ def small_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The delivered tree with the first entries of each file."""
     root = tmp_path_factory.mktemp("small") / "golden"
     shutil.copytree(GOLDEN / "schemas", root / "schemas")
-    for name in (REPACK, DISPATCH, PLACEMENT):
+    for name in (REPACK, DISPATCH, PLACEMENT, VALIDATE):
         content = json.loads((GOLDEN / name).read_bytes())
         for key in ("cases", "op_cases"):
             if key in content:
@@ -64,7 +65,12 @@ def test_the_delivered_tree_is_clean() -> None:
 def test_the_delivered_index_is_what_the_linter_writes() -> None:
     rows = [lint.index_row(GOLDEN, path) for path in lint.vectors_files(GOLDEN)]
     assert json.loads((GOLDEN / "index.json").read_bytes())["files"] == rows
-    assert [row["entries"] for row in rows] == [{"cases": 53}, {"cases": 630, "op_cases": 1376}, {"cases": 230}]
+    assert [row["entries"] for row in rows] == [
+        {"cases": 1272},
+        {"cases": 53},
+        {"cases": 630, "op_cases": 1376},
+        {"cases": 230},
+    ]
 
 
 def test_the_readme_names_every_file_and_every_kind() -> None:
@@ -102,6 +108,12 @@ Edit = Callable[[dict[str, Any]], Any]
         (DISPATCH, lambda d: d["cases"][0]["layout_by_ne1"].update(a=None), "'a' does not match"),
         (DISPATCH, lambda d: d["cases"][0]["layout_by_ne1"].update({"8": "x8"}), "$.cases[0].layout_by_ne1['8']"),
         (DISPATCH, lambda d: d["op_cases"][0].update(supported=1), "$.op_cases[0].supported"),
+        (VALIDATE, lambda d: d["cases"][0].update(valid=None), "$.cases[0].valid: None is not of type 'boolean'"),
+        (VALIDATE, lambda d: d["cases"][0].update(dialect="llama"), "$.cases[0].dialect: 'llama' is not one of"),
+        (VALIDATE, lambda d: d["cases"][0].update(bytes_b64="AAA"), "$.cases[0].bytes_b64: 'AAA' does not match"),
+        (VALIDATE, lambda d: d["cases"][0].update(function="iqk_validate_tensor"), "'ne' is a required property"),
+        (VALIDATE, lambda d: d["cases"][0].update(ne=[16]), "$.cases[0]: False schema does not allow [16]"),
+        (VALIDATE, lambda d: d["cases"][0].pop("type_id"), "'type_id' is a required property"),
         (PLACEMENT, lambda d: d["cases"][0].update(model="gone"), "models has no 'gone'"),
         (PLACEMENT, lambda d: d["cases"][0]["options"].pop("mmap"), "'mmap' is a required property"),
         (PLACEMENT, lambda d: d["cases"][0]["options"].update(override_tensor=["x=RPC0"]), "'x=RPC0' does not match"),

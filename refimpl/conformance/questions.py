@@ -184,6 +184,13 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(x, str) for x in value)
 
 
+def _is_base64(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and base64.b64decode(value, validate=True) is not None
+    except (binascii.Error, ValueError):
+        return False
+
+
 TEXT = Need("a string", lambda value: isinstance(value, str))
 FLAG = Need("true or false", lambda value: isinstance(value, bool))
 WHOLE = Need("a whole number", _is_whole)
@@ -197,6 +204,10 @@ BY_NUMBER = Need(
     "an object with numbers as keys", lambda value: isinstance(value, dict) and all(key.isdecimal() for key in value)
 )
 PAIRS = Need("a list of pairs of strings", lambda value: isinstance(value, list) and all(_is_pair(x) for x in value))
+INTEGER = Need("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
+DIALECT = Need("llama.cpp or ik_llama.cpp", lambda value: value in ("llama.cpp", "ik_llama.cpp"))
+BASE64 = Need("bytes in base64", _is_base64)
+SHAPE_OR_NONE = Need("a list of 1 to 4 whole numbers, or absent", lambda value: value is None or _is_shape(value))
 RECIPES = Need("an object of recipes", lambda value: isinstance(value, dict) and all(map(_is_recipe, value.values())))
 OBJECTS = Need("an object of objects", lambda value: OBJECT.holds(value) and all(map(OBJECT.holds, value.values())))
 
@@ -283,6 +294,23 @@ def _place_hold(entry: Entry) -> str | None:
     return "device placement is not built yet" if entry.body["options"].get("devices") else None
 
 
+def _validate(file: Vectors, entry: Entry) -> Iterator[Question]:
+    body = entry.body
+    given = {**_chosen(body, "dialect", "function", "type", "type_id", "ne"), "data_b64": body["bytes_b64"]}
+    yield Question("validate", given, _chosen(body, "valid"), (("valid",),))
+
+
+_VALIDATE = {
+    "cases": Exam(
+        _validate,
+        {
+            "dialect": DIALECT, "function": TEXT, "type": TEXT, "type_id": INTEGER, "ne": SHAPE_OR_NONE,
+            "bytes_b64": BASE64, "valid": FLAG,
+        },
+        {}, {},
+    ),
+}  # fmt: skip
+
 EXAMS: dict[tuple[str, str], dict[str, Exam]] = {
     ("repack", "llama.cpp"): {
         "cases": Exam(
@@ -313,5 +341,8 @@ EXAMS: dict[tuple[str, str], dict[str, Exam]] = {
             {"models": RECIPES, "cpu_features": OBJECT}, {"model": "models"}, _place_hold,
         ),
     },
+    ("validate", "llama.cpp"): _VALIDATE,
+    ("validate", "ik_llama.cpp"): _VALIDATE,
+    ("validate", "both"): _VALIDATE,
 }  # fmt: skip
 """(kind, dialect) -> container -> its exam; what is missing here is counted as skipped."""

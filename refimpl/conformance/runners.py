@@ -14,13 +14,15 @@ import numpy as np
 
 from refimpl.conformance.schema import JsonObject
 from refimpl.errors import LayoutError
+from refimpl.gguf.validate import validate_row_data, validate_tensor
+from refimpl.gguf.validate_rules import ROW_DATA
 from refimpl.placement.llama import TensorSpec, place
 from refimpl.repacking.llama import CpuFeatures, layout_for, refusal
 from refimpl.repacking.tensor import Version, repack, unpack
-from refimpl.types import type_by_name
+from refimpl.types import type_by_id, type_by_name
 from refimpl.units import mib
 
-VERSIONS: dict[str, tuple[Version, ...]] = {"repack": ("clear", "fast")}
+VERSIONS: dict[str, tuple[Version, ...]] = {"repack": ("clear", "fast"), "validate": ("clear", "fast")}
 """The kinds of which both versions are judged, each with a result of its own."""
 
 _UNTOUCHED = 0xA5
@@ -104,10 +106,22 @@ def _place(given: JsonObject, version: Version) -> JsonObject:
     }
 
 
+def _validate(given: JsonObject, version: Version) -> JsonObject:
+    """A shape comes with the function that takes a tensor; the other one sees a run of blocks."""
+    data = base64.b64decode(given["data_b64"], validate=True)
+    dialect, function = given["dialect"], given["function"]
+    kind = type_by_id(given["type_id"], dialect)
+    if function == ROW_DATA:
+        return {"valid": validate_row_data(data, kind, dialect=dialect, version=version).valid}
+    shape = given.get("ne", ())
+    return {"valid": validate_tensor(data, kind, shape, dialect=dialect, function=function, version=version).valid}
+
+
 _ANSWERS: dict[tuple[str, str], Callable[[JsonObject, Version], JsonObject]] = {
     ("repack", "repack"): _repack,
     ("repack", "unpack"): _unpack,
     ("repack-dispatch", "layout"): _layout,
     ("repack-dispatch", "eligible"): _eligible,
     ("repack-placement", "place"): _place,
+    ("validate", "validate"): _validate,
 }

@@ -13,7 +13,7 @@ from refimpl.gguf.validate_rules import WIDTHS, Predicate
 
 Bytes = NDArray[np.uint8]
 Values = NDArray[Any]
-"""Little-endian bit patterns, or a truth value for each."""
+"""Little-endian bit patterns; the predicates make a truth value of each."""
 
 _PART_BYTES = 1 << 20
 """Of values that are judged at a time."""
@@ -61,30 +61,30 @@ def first_bad(data: Bytes, scan: Scan) -> int:
     return -1
 
 
-def _bad16(u: Values) -> Values:
+def _bad16(u: Values) -> Any:
     return (u & 0x7C00) == 0x7C00
 
 
-def _nan16(u: Values) -> Values:
+def _nan16(u: Values) -> Any:
     return _bad16(u) & ((u & 0x3FF) != 0)
 
 
-def _bad32(u: Values) -> Values:
+def _bad32(u: Values) -> Any:
     return (u & 0x7F80_0000) == 0x7F80_0000
 
 
-def _f64(u: Values) -> Values:
+def _f64(u: Values) -> Any:
     with np.errstate(over="ignore", invalid="ignore"):
         return ~np.isfinite(u.view("<f8").astype("<f4"))
 
 
-def iq1_m_scale(u: Values) -> Values:
+def iq1_m_scale(u: Values) -> Any:
     """The f16 pattern made of the top nibbles of four words, from low to high."""
     z = u.view("<u2").reshape(-1, 4)
     return (z[:, 0] >> 12) | ((z[:, 1] >> 8) & 0x00F0) | ((z[:, 2] >> 4) & 0x0F00) | (z[:, 3] & 0xF000)
 
 
-_BAD: dict[Predicate, Callable[[Values], Values]] = {
+_BAD: dict[Predicate, Callable[[Values], Any]] = {
     "bad16": _bad16,
     "nan16": _nan16,
     "bf16": lambda u: (u & 0x7F80) == 0x7F80,
