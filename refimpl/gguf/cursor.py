@@ -21,6 +21,9 @@ I32, U32, I64, U64 = (struct.Struct("<" + letter) for letter in "iIqQ")
 STRING_LIMIT = 1 << 30
 """The longest string that the real reader takes, in bytes."""
 
+SHOWN = 256
+"""Bytes of a name that errors repeat."""
+
 _u64_at = U64.unpack_from
 
 
@@ -32,6 +35,11 @@ def cstr(name: bytes) -> bytes:
 def text(name: bytes) -> str:
     """`name` for people: UTF-8 with replacement, so that decoding never fails."""
     return name.decode("utf-8", "replace")
+
+
+def shown(name: bytes) -> str:
+    """`name` for error messages and fields: a hostile one may be as long as the file."""
+    return text(name[:SHOWN])
 
 
 class Cursor:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import operator
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Generic, TypeAlias, TypeVar, overload
+from typing import TypeAlias, overload
 
 from refimpl.errors import RefimplError
 from refimpl.gguf.cursor import I32, U64, Cursor, Read, cstr, text
+from refimpl.gguf.records import Form, Records, find_named
 from refimpl.units import KIB
 
 ARRAY_LIMIT = 1 << 30
@@ -50,8 +51,6 @@ CODECS: dict[ValueType, struct.Struct] = {
 
 Element: TypeAlias = int | float | str
 Value: TypeAlias = "int | float | bytes | LazyArray"
-
-T = TypeVar("T")
 
 
 class KeyMissing(RefimplError, KeyError):
@@ -153,58 +152,66 @@ class KeyValue:
         return cstr(self.value) if isinstance(self.value, bytes) else b""
 
 
-class NameIndex(Generic[T]):
-    """Things by name as the real programs look them up: names end at the first NUL, the first hit wins."""
-
-    __slots__ = ("_by_bytes", "by_text")
-
-    def __init__(self, items: Iterable[tuple[bytes, T]]) -> None:
-        self._by_bytes: dict[bytes, T] = {}
-        self.by_text: dict[str, T] = {}
-        for raw_name, item in items:
-            name = cstr(raw_name)
-            self._by_bytes.setdefault(name, item)
-            self.by_text.setdefault(text(name), item)
-
-    def find(self, name: str | bytes) -> T | None:
-        """The first item of that name; a str that is no item's exact name also finds what it is displayed as."""
-        exact = name if isinstance(name, bytes) else name.encode("utf-8", "surrogateescape")
-        found = self._by_bytes.get(cstr(exact))
-        return self.by_text.get(name) if found is None and isinstance(name, str) else found
-
-
 class KeyValues(Mapping[str, "int | float | str | LazyArray"]):
-    """The pairs of a file by key. Strings come as text; the bytes are behind `raw` and `items_raw`."""
+    """The pairs of a file by key, looked up as the real programs do: names end at the first NUL, the first hit wins.
 
-    __slots__ = ("_index", "_pairs")
+    Strings come as text; the bytes are behind `raw` and `items_raw`.
+    """
 
-    def __init__(self, pairs: Iterable[KeyValue]) -> None:
-        self._pairs = tuple(pairs)
-        self._index = NameIndex((pair.key, pair) for pair in self._pairs)
+    __slots__ = ("_records",)
+
+    def __init__(self, records: Records[KeyValue]) -> None:
+        self._records = records
+
+    def find(self, key: str | bytes) -> KeyValue | None:
+        """The pair as it stands in the file, or None."""
+        return find_named(self._records.find, self._records, _key_of, key)
 
     def raw(self, key: str | bytes) -> KeyValue:
         """The pair as it stands in the file. KeyMissing (a KeyError) if there is none."""
-        pair = self._index.find(key)
+        pair = self.find(key)
         if pair is None:
             raise KeyMissing("E_KEY_MISSING", f"no key {key!r}", key=key)
         return pair
 
-    def items_raw(self) -> tuple[KeyValue, ...]:
+    def items_raw(self) -> Sequence[KeyValue]:
         """Every pair in file order, those included that a look-up never finds."""
-        return self._pairs
+        return self._records
 
     def __getitem__(self, key: str) -> int | float | str | LazyArray:
         value = self.raw(key).value
         return text(value) if isinstance(value, bytes) else value
 
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str | bytes) and self.find(key) is not None
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._index.by_text)
+        return iter(dict.fromkeys(text(cstr(pair.key)) for pair in self._records))
 
     def __len__(self) -> int:
-        return len(self._index.by_text)
+        return len({text(cstr(pair.key)) for pair in self._records})
 
     def __repr__(self) -> str:
-        return f"<{len(self._pairs)} keys>"
+        return f"<{len(self._records)} keys>"
+
+
+def _key_of(pair: KeyValue) -> bytes:
+    return pair.key
+
+
+def _read_key(cursor: Cursor) -> bytes:
+    start = cursor.pos
+    key = cursor.string("key")
+    if not key:
+        cursor.fail("E_KEY_EMPTY", "an empty key", offset=start, field="key")
+    return key
+
+
+def _read_pair(cursor: Cursor, key: bytes, start: int) -> KeyValue:
+    return KeyValue(key, *_read_value(cursor), start)
+
+
+_PAIRS = Form("key", "E_KEY_DUPLICATE", _read_key, _read_pair, _key_of)
 
 
 def read_key_values(cursor: Cursor, count: int) -> KeyValues:
@@ -215,19 +222,7 @@ def read_key_values(cursor: Cursor, count: int) -> KeyValues:
     GGUFError
         E_KEY_EMPTY, E_KEY_DUPLICATE, E_KV_TYPE, E_STRING_LIMIT, E_TRUNCATED.
     """
-    pairs: dict[bytes, KeyValue] = {}
-    for _ in range(count):  # whatever the count says: every pair takes bytes, and the file ends
-        cursor.subject = {}
-        start = cursor.pos
-        key = cursor.string("key")
-        if not key:
-            cursor.fail("E_KEY_EMPTY", "an empty key", offset=start, field="key")
-        cursor.subject = {"key": text(key)}
-        if key in pairs:
-            cursor.fail("E_KEY_DUPLICATE", "a key that was there before", offset=start, field="key")
-        pairs[key] = KeyValue(key, *_read_value(cursor), start)
-    cursor.subject = {}
-    return KeyValues(pairs.values())
+    return KeyValues(Records.read_from(cursor, count, _PAIRS))
 
 
 def _read_value(cursor: Cursor) -> tuple[ValueType, Value]:
