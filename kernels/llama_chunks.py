@@ -6,19 +6,25 @@ transposed in registers, sixteen bytes of every row at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from refimpl.kernels._vector import WIDTH, Emitter, Value
 
-from refimpl.layouts import Field
+from refimpl.layouts.llama import Field
 
 
 def _log2(number: int) -> int:
     return number.bit_length() - 1
 
 
-def interleave(emit: Emitter, field: Field, rows: Sequence[Value], packed: Value) -> None:
-    """Rows into the super-block."""
+def interleave(
+    emit: Emitter,
+    field: Field,
+    rows: Sequence[Value],
+    packed: Value,
+    change: Callable[[Value], Value] = lambda vector: vector,
+) -> None:
+    """Rows into the super-block; `change` is applied to every vector before it is stored."""
     n, chunk = len(rows), field.chunk
     if field.source_bytes < WIDTH:  # a scalar per row
         emit.store(packed, field.target_offset, emit.gather(rows, field.source_offset, chunk))
@@ -32,7 +38,7 @@ def interleave(emit: Emitter, field: Field, rows: Sequence[Value], packed: Value
             for j, vector in enumerate(emit.rotate(loaded, chunk, _log2(together))):
                 c, r = divmod(j * WIDTH // chunk, together)
                 target = (place[column // chunk + c] * n + first + r) * chunk
-                finished[field.target_offset + target] = emit.xor(vector, field.xor)
+                finished[field.target_offset + target] = change(emit.xor(vector, field.xor))
         for target in sorted(finished):  # in ascending order, as streamed stores need
             emit.store(packed, target, finished[target])
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from refimpl.kernels._vector import WIDTH, Emitter, Value
 
-from refimpl.layouts import Field
+from refimpl.layouts.llama import Field
 
 
 def interleave(emit: Emitter, field: Field, rows: Sequence[Value], packed: Value) -> None:

@@ -16,8 +16,8 @@ from refimpl.kernels import _vector, llama_chunks, llama_nibbles, llama_scales
 from refimpl.kernels._jit import fingerprint, kernel
 from refimpl.kernels._vector import WIDTH, Emitter
 
-from refimpl import layouts
-from refimpl.layouts import LAYOUTS, Layout, Rule
+from refimpl.layouts import base, llama
+from refimpl.layouts.llama import LLAMA_LAYOUTS, LlamaLayout, Rule
 
 _RULES: dict[Rule, tuple[Callable[..., None], Callable[..., None]]] = {
     "chunks": (llama_chunks.interleave, llama_chunks.separate),
@@ -26,7 +26,7 @@ _RULES: dict[Rule, tuple[Callable[..., None], Callable[..., None]]] = {
     "nibbles": (llama_nibbles.interleave, llama_nibbles.separate),
 }
 
-FINGERPRINT = fingerprint(_vector, llama_chunks, llama_nibbles, llama_scales, layouts)
+FINGERPRINT = fingerprint(_vector, llama_chunks, llama_nibbles, llama_scales, base, llama)
 
 REPACK, UNPACK, REPACK_STREAMED = 0, 1, 2
 
@@ -34,7 +34,7 @@ STREAMED_BYTES = 8 << 20
 """From this size on the result does not fit a core's share of the cache, and writing past it pays."""
 
 
-def super_blocks_together(layout: Layout) -> int:
+def super_blocks_together(layout: LlamaLayout) -> int:
     """How many super-blocks make a multiple of 16 bytes: what one step of the streamed kernel writes."""
     return WIDTH // math.gcd(WIDTH, layout.super_block_bytes)
 
@@ -44,7 +44,7 @@ def _super_block(typingctx: Any, index: Any, mode: Any, sources: Any, packed: An
     """Emit one step of layout number `index`: `packed` is the target address, `rows` that of the first source block."""
     if not all(isinstance(x, types.IntegerLiteral) for x in (index, mode)):
         raise TypingError("layout and mode are compile-time constants")
-    layout, direction = LAYOUTS[index.literal_value], mode.literal_value
+    layout, direction = LLAMA_LAYOUTS[index.literal_value], mode.literal_value
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         packed, first, stride = args[3:]
@@ -62,7 +62,7 @@ def _super_block(typingctx: Any, index: Any, mode: Any, sources: Any, packed: An
 
 
 @intrinsic
-def _fence(typingctx: Any) -> Any:
+def fence(typingctx: Any) -> Any:
     """Streamed stores are not ordered with others: complete them before another thread can hear of the result."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -75,7 +75,7 @@ def _fence(typingctx: Any) -> Any:
 @cache
 def compiled(index: int, mode: int) -> Any:
     """The kernel of layout number `index`: f(interleaved address, row address, groups, blocks)."""
-    layout, sources = LAYOUTS[index], FINGERPRINT
+    layout, sources = LLAMA_LAYOUTS[index], FINGERPRINT
     n, size = layout.rows, layout.source_type.block_bytes
     step = super_blocks_together(layout) if mode == REPACK_STREAMED else 1
 
@@ -87,22 +87,22 @@ def compiled(index: int, mode: int) -> Any:
                 _super_block(index, mode, sources, packed, rows + x * size, stride)
                 packed += step * n * size
             rows += n * stride
-        _fence()
+        fence()
 
     return run
 
 
 def repack_groups(
-    layout: Layout, source: NDArray[np.uint8], target: NDArray[np.uint8], groups: int, blocks: int
+    layout: LlamaLayout, source: NDArray[np.uint8], target: NDArray[np.uint8], groups: int, blocks: int
 ) -> None:
     """Interleave row groups; arguments as in refimpl.repacking.reference.repack_groups, but without overlap."""
     aligned = target.ctypes.data % WIDTH == 0 and blocks % super_blocks_together(layout) == 0
     mode = REPACK_STREAMED if aligned and target.size >= STREAMED_BYTES else REPACK
-    compiled(LAYOUTS.index(layout), mode)(target.ctypes.data, source.ctypes.data, groups, blocks)
+    compiled(LLAMA_LAYOUTS.index(layout), mode)(target.ctypes.data, source.ctypes.data, groups, blocks)
 
 
 def unpack_groups(
-    layout: Layout, source: NDArray[np.uint8], target: NDArray[np.uint8], groups: int, blocks: int
+    layout: LlamaLayout, source: NDArray[np.uint8], target: NDArray[np.uint8], groups: int, blocks: int
 ) -> None:
     """The inverse of repack_groups."""
-    compiled(LAYOUTS.index(layout), UNPACK)(source.ctypes.data, target.ctypes.data, groups, blocks)
+    compiled(LLAMA_LAYOUTS.index(layout), UNPACK)(source.ctypes.data, target.ctypes.data, groups, blocks)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from refimpl.kernels._vector import WIDTH, Emitter, Value
 
-from refimpl.layouts import Field
+from refimpl.layouts.llama import Field
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from witness import installed, source_bytes
 
-from refimpl.layouts import LAYOUTS
+from refimpl.layouts import LLAMA_LAYOUTS as LAYOUTS
 from refimpl.repacking.llama import PROFILES, layout_for
 from refimpl.repacking.tensor import repack
 from refimpl.types import TYPES

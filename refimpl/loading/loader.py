@@ -22,6 +22,7 @@ from refimpl.errors import ModelError, UsageError
 from refimpl.gguf.header import Header, TensorInfo
 from refimpl.gguf.packaged import PACKAGED, packaged_model
 from refimpl.gguf.source import open_header
+from refimpl.gguf.validate import validate_model
 from refimpl.layouts import Layout
 from refimpl.loading.arena import Arena
 from refimpl.loading.copying import Copy, Progress, Steps, copy_all
@@ -49,6 +50,7 @@ def load(
     prefetch: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
+    check_tensors: bool = False,
     restart_peak: bool = False,
 ) -> LoadedModel:
     """Load a model from a file (or a packaged model by name) into memory.
@@ -58,8 +60,10 @@ def load(
     everything else stays in the mapping. `reclaim`: "progressive" drops source pages right behind the copy, "end" after
     the last copy as llama.cpp pull request 24156 does, "never" keeps them. `prefetch` brings the in-place tensors into
     memory during the load. `progress(done, total)` is called in bytes before each tensor and once at the end;
-    returning False cancels. `restart_peak` starts the kernel's counter of this process's peak memory again before
-    the first byte is loaded: for a program that owns its process.
+    returning False cancels. `check_tensors` first judges the bytes in the file of every tensor that is loaded, in its
+    own type whatever layout it gets, and refuses the model (E_TENSOR_DATA, naming all bad tensors) if one holds an Inf
+    or NaN where scales are; the seconds of the load leave this out. `restart_peak` starts the kernel's counter of this
+    process's peak memory again before the first byte is loaded: for a program that owns its process.
 
     Raises OpenError, MachineError, GGUFError, ModelError (E_ARCH, E_DATA_BOUNDS, E_DATA_ALIGN, ...), UsageError,
     LoadCancelled; then nothing stays in memory.
@@ -75,7 +79,10 @@ def load(
     with open_header(path, dialect="llama.cpp") as header:
         placement = place_header(header.kv, header.tensors, cpu=features, repack=repack)
         _check_data(header, placement)
-    clock.mark("header")
+        clock.mark("header")
+        if check_tensors:
+            _check_tensors(header, placement, threads)
+            clock.mark("check")
     repack_groups = _compile({row.layout for row in placement.rows if row.layout})
     clock.mark("compile")
     rss_before = current_rss()
@@ -195,6 +202,14 @@ def _check_data(header: Header, placement: Placement) -> None:
         raise ModelError("E_DATA_ALIGN", text, offset=header.data_start)
 
 
+def _check_tensors(header: Header, placement: Placement, threads: int) -> None:
+    """All that is loaded is looked at before one error is raised (validate.md 1; a tensor held twice is one)."""
+    loaded = sorted({row.index for row in placement.rows if row.buffer_type is not None})
+    found = validate_model(header, dialect="llama.cpp", tensors=[header.tensors[i] for i in loaded], threads=threads)
+    if not found:
+        raise found.error()
+
+
 def _range(tensor: TensorInfo) -> tuple[int, int]:
     """The tensor's bytes in the file, [start, end). Placement has refused unknown types, so the size is known."""
     return tensor.absolute_offset, tensor.absolute_offset + (tensor.nbytes or 0)
@@ -219,7 +234,7 @@ def _compile(layouts: set[Layout]) -> Callable[..., None]:
     """The kernels of these layouts, ready to run: compiling is not part of a load."""
     if not layouts:
         return lambda *_: None
-    repack_groups = group_function("repack_groups", "fast")
+    repack_groups = group_function("repack_groups", next(iter(layouts)), "fast")  # all of one dialect
     nothing = np.empty(0, np.uint8)
     for layout in layouts:
         repack_groups(layout, nothing, nothing, 0, 1)

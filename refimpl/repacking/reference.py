@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from refimpl.layouts import Field, Layout, Rule
+from refimpl.layouts.llama import Field, Rule
+from refimpl.layouts.llama import LlamaLayout as Layout
 
 Bytes = NDArray[np.uint8]
 

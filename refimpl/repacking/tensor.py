@@ -1,6 +1,6 @@
 """Repack and unpack one tensor: the checked doors in front of the clear and the fast version.
 
-Everything is checked before a byte is written (specification: repack-llama.md 1): the type fits the layout, the shape
+Everything is checked before a byte is written (specification: repack-llama.md 1, repack-ik.md 6): the type fits the layout, the shape
 is eligible, both buffers have exactly the tensor's size, and they are either apart or the very same memory.
 """
 
@@ -41,6 +41,8 @@ def repack(
     contiguous buffer of the same size, which may be `data` itself (repacked in place, row group by row group).
     Returns the result as a flat uint8 array, a view of `out` if that was given.
 
+    `layout` is one of llama.cpp's (q4_K_8x8) or the interleaved type of ik_llama.cpp's run-time repack (q4_k_r4).
+
     LayoutError: E_LAYOUT_TYPE, E_LAYOUT_SHAPE, E_LAYOUT_SIZE, E_LAYOUT_BUFFER, E_LAYOUT_OVERLAP; then nothing has been
     written. UsageError: E_TYPE, E_LAYOUT for an unknown name.
 
@@ -60,30 +62,42 @@ def unpack(
     *,
     version: Version = "fast",
 ) -> Bytes:
-    """The exact inverse of repack(): `data` interleaved in `layout`, the result in rows again. Same errors."""
+    """The exact inverse of repack(): `data` interleaved in `layout`, the result in rows again.
+
+    Same errors, and E_LAYOUT_INVERSE for the three of ik_llama.cpp that lose something: f16 as bf16_r16, q8_K, q8_KV.
+    """
     return _run("unpack_groups", data, type, layout, shape, out, version)
 
 
-def group_function(name: str, version: Version) -> Groups:
-    """`repack_groups` or `unpack_groups` of the clear or the fast version. UsageError E_VERSION for another word."""
-    modules = {"clear": "refimpl.repacking.reference", "fast": "refimpl.kernels.llama_repack"}
-    if version not in modules:
+MODULES = {
+    ("llama.cpp", "clear"): "refimpl.repacking.reference",
+    ("llama.cpp", "fast"): "refimpl.kernels.llama_repack",
+    ("ik_llama.cpp", "clear"): "refimpl.repacking.reference_ik",
+    ("ik_llama.cpp", "fast"): "refimpl.kernels.ik_repack",
+}
+
+
+def group_function(name: str, layout: Layout, version: Version) -> Groups:
+    """`repack_groups` or `unpack_groups` for a layout's dialect. UsageError E_VERSION for another word."""
+    module = MODULES.get((layout.dialect, version))
+    if module is None:
         raise UsageError("E_VERSION", f"version is 'fast' or 'clear', not {version!r}")
-    function: Groups = getattr(import_module(modules[version]), name)
+    function: Groups = getattr(import_module(module), name)
     return function
 
 
 def _run(
     name: str, data: Any, type: TensorType | str, layout: Layout | str, shape: Sequence[int], out: Any, version: Version
 ) -> Bytes:
-    layout = layout_by_name(layout) if isinstance(layout, str) else layout
+    if isinstance(layout, str):
+        layout = layout_by_name(layout, type if isinstance(type, str) else type.name)
     tensor_type = type_by_name(type, layout.dialect) if isinstance(type, str) else type
     if isinstance(tensor_type, UnknownType) or tensor_type.name != layout.source_type.name:
         text = f"{layout.name} is a layout of {layout.source_type.name}, not of {tensor_type.name}"
         raise LayoutError("E_LAYOUT_TYPE", text, expected=layout.source_type.name, found=tensor_type.name)
-    function = group_function(name, version)
+    function = group_function(name, layout, version)
     groups, blocks = layout.geometry(shape)
-    nbytes = groups * blocks * layout.super_block_bytes
+    nbytes = groups * layout.group_bytes(blocks)
     source = flat_bytes(data, "data", nbytes)
     if out is None:
         target = np.empty(nbytes, np.uint8)
@@ -103,7 +117,7 @@ def _run(
 
 def _in_place(function: Groups, layout: Layout, tensor: Bytes, groups: int, blocks: int) -> None:
     """A row group occupies the same bytes before and after, so a copy of a few groups is all the memory needed."""
-    group_bytes = blocks * layout.super_block_bytes
+    group_bytes = layout.group_bytes(blocks)
     step = max(1, IN_PLACE_BYTES // group_bytes)
     for first in range(0, groups, step):
         count = min(step, groups - first)

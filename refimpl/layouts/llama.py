@@ -1,4 +1,4 @@
-"""The repack layouts as data: the 23 of llama.cpp's buffer type CPU_REPACK (specification: repack-llama.md 1-3).
+"""The 23 layouts of llama.cpp's buffer type CPU_REPACK, as data (specification: repack-llama.md 1-3).
 
 A layout `TYPE_NxB` interleaves N rows. Target super-block number g*nb + x is made of the N source blocks of
 column x in row group g, and takes exactly their N*S bytes, so that a row group keeps its byte range.
@@ -6,14 +6,11 @@ column x in row group g, and takes exactly their N*S bytes, so that a row group 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Literal
 
-from refimpl.errors import LayoutError, UsageError
-from refimpl.types import Dialect, TensorType, type_by_name
+from refimpl.layouts.base import Layout
+from refimpl.types import type_by_name
 
 Rule = Literal["chunks", "k-scales-packed", "k-scales-split", "nibbles"]
 
@@ -45,48 +42,20 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """One interleaved layout: `rows` (N) blocks of `source_type` become one super-block with these `fields`."""
+class LlamaLayout(Layout):
+    """A layout of CPU_REPACK; `interleave` is the B of its name."""
 
-    name: str
-    source_type: TensorType
-    rows: int
-    interleave: int
     fields: tuple[Field, ...]
-    dialect: Dialect = "llama.cpp"
-
-    @property
-    def super_block_bytes(self) -> int:
-        """Bytes of one target super-block, N*S."""
-        return self.rows * self.source_type.block_bytes
-
-    def refusal(self, shape: Sequence[int]) -> str | None:
-        """Why a tensor of this shape (fastest dimension first) cannot have the layout; None if it can.
-
-        The row test is on ne1 alone, never on the total number of rows (repack-llama.md 1.1).
-        """
-        if not 1 <= len(shape) <= 4 or not all(isinstance(size, Integral) and size > 0 for size in shape):
-            return "a shape has 1 to 4 dimensions, all of them positive integers"
-        if shape[0] % self.source_type.block_length:
-            return f"ne0 = {shape[0]} is not a multiple of the block length {self.source_type.block_length}"
-        ne1 = shape[1] if len(shape) > 1 else 1
-        return f"ne1 % {self.rows} != 0 (ne1 = {ne1})" if ne1 % self.rows else None
-
-    def geometry(self, shape: Sequence[int]) -> tuple[int, int]:
-        """(row groups, blocks per row) of an eligible shape. LayoutError E_LAYOUT_SHAPE otherwise."""
-        reason = self.refusal(shape)
-        if reason:
-            raise LayoutError("E_LAYOUT_SHAPE", f"{self.name}: {reason}", layout=self.name, found=list(shape))
-        return math.prod(map(int, shape[1:])) // self.rows, int(shape[0]) // self.source_type.block_length
+    interleave: int
 
 
-def _row(name: str, *fields: Field) -> Layout:
+def _row(name: str, *fields: Field) -> LlamaLayout:
     source, sizes = name.rsplit("_", 1)
     rows, interleave = map(int, sizes.split("x"))
-    return Layout(name, type_by_name(source, "llama.cpp"), rows, interleave, fields)
+    return LlamaLayout(name, type_by_name(source, "llama.cpp"), rows, "llama.cpp", fields, interleave)
 
 
-def _simple(name: str, scalar: str, scalar_bytes: int, quant_bytes: int, chunk: int, xor: int = 0) -> Layout:
+def _simple(name: str, scalar: str, scalar_bytes: int, quant_bytes: int, chunk: int, xor: int = 0) -> LlamaLayout:
     """A type of 32 elements (or q1_0 by bytes): one scalar per row, then the quants in chunks."""
     rows = int(name.rsplit("_", 1)[1].split("x", maxsplit=1)[0])
     return _row(
@@ -101,16 +70,16 @@ def _halves(rows: int, d: int, dmin: int) -> tuple[Field, Field]:
     return Field("d", 0, d, 2, chunk=2), Field("dmin", 2 * rows, dmin, 2, chunk=2)
 
 
-def _q2_k(name: str, rows: int, qs_chunk: int, scales: Field) -> Layout:
+def _q2_k(name: str, rows: int, qs_chunk: int, scales: Field) -> LlamaLayout:
     return _row(name, *_halves(rows, 80, 82), scales, Field("qs", 20 * rows, 16, 64, chunk=qs_chunk))
 
 
-def _q4_k(name: str, rows: int, chunk: int, rule: Rule) -> Layout:
+def _q4_k(name: str, rows: int, chunk: int, rule: Rule) -> LlamaLayout:
     scales = Field("scales", 4 * rows, 4, 12, rule)
     return _row(name, *_halves(rows, 0, 2), scales, Field("qs", 16 * rows, 16, 128, chunk=chunk))
 
 
-def _q5_k(name: str, chunk: int) -> Layout:
+def _q5_k(name: str, chunk: int) -> LlamaLayout:
     return _row(
         name,
         *_halves(8, 0, 2),
@@ -120,7 +89,7 @@ def _q5_k(name: str, chunk: int) -> Layout:
     )
 
 
-def _q6_k(name: str, chunk: int) -> Layout:
+def _q6_k(name: str, chunk: int) -> LlamaLayout:
     return _row(
         name,
         Field("d", 0, 208, 2, chunk=2),
@@ -132,7 +101,7 @@ def _q6_k(name: str, chunk: int) -> Layout:
 
 _Q2_K_16X1_ORDER = (0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)
 
-LAYOUTS: tuple[Layout, ...] = (
+LLAMA_LAYOUTS: tuple[LlamaLayout, ...] = (
     _simple("q4_0_4x4", "d", 2, 16, 4, xor=0x88),
     _simple("q4_0_4x8", "d", 2, 16, 8, xor=0x88),
     _simple("q4_0_8x8", "d", 2, 16, 8, xor=0x88),
@@ -158,13 +127,3 @@ LAYOUTS: tuple[Layout, ...] = (
     _q6_k("q6_K_8x4", 4),
     _q6_k("q6_K_8x8", 8),
 )
-
-_BY_NAME = {layout.name.lower(): layout for layout in LAYOUTS}
-
-
-def layout_by_name(name: str) -> Layout:
-    """The layout of that name, in any letter case. UsageError E_LAYOUT if there is none."""
-    layout = _BY_NAME.get(name.lower())
-    if layout is None:
-        raise UsageError("E_LAYOUT", f"no layout is called {name!r}; there are {', '.join(x.name for x in LAYOUTS)}")
-    return layout
