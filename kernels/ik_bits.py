@@ -155,7 +155,7 @@ class RowWindows:
 
 
 def row_loads(layout: IkLayout) -> list[int]:
-    """Where in a source block sixteen bytes are loaded: along the large parts, then what is left; never past the end."""
+    """Where in a source block sixteen bytes are loaded: along large parts, then what is left; never past the end."""
     size = layout.source_type.block_bytes
     spans = []
     for part in layout.parts:

@@ -173,8 +173,8 @@ def repack_groups(
     streamed = aligned and target.size >= STREAMED_BYTES and columns % steps_together(layout) == 0
     mode = REPACK_STREAMED if streamed else REPACK
     compiled(IK_LAYOUTS.index(layout), mode)(target.ctypes.data, source.ctypes.data, groups, blocks)
-    written = path.group_head + columns * path.target_step
-    if layout.whole in ("q8_K", "q8_KV") and written < group_bytes:  # the rest of the place keeps the source's bytes
+    written = layout.written_bytes(blocks)
+    if written < group_bytes:  # the rest of the place keeps the source's bytes
         target.reshape(groups, -1)[:, written:] = source.reshape(groups, -1)[:, written:]
 
 

@@ -73,11 +73,17 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--reclaim", default="progressive", metavar="WHEN", help="progressive (default), end or never")
     load.add_argument("--prefetch", action="store_true", help="bring the in-place tensors into memory during the load")
     load.add_argument("--load-threads", type=int, metavar="N", help="threads that repack (default: all CPUs)")
+    load.add_argument("--check-tensors", action="store_true", help="refuse a model that holds Inf or NaN")
     load.add_argument("--digest", action="store_true", help="print the sha256 of every tensor as it lies in memory")
     load.add_argument("--quiet", action="store_true", help="no progress bar")
 
     layout = command("layout", _layout, "show a repack layout: fields, offsets, rules")
-    layout.add_argument("name", metavar="NAME", help="for instance q4_K_8x8; without a name: all of them", nargs="?")
+    layout.add_argument(
+        "name", metavar="NAME", help="such as q4_K_8x8 or q4_k_r4; without a name: all of them", nargs="?"
+    )
+    layout.add_argument("--source", metavar="TYPE", help="the source type, where one name serves two (bf16_r16)")
+    layout.add_argument("--find", metavar="BYTE[:BIT]", help="where this byte comes from, and where it goes")
+    layout.add_argument("--svg", action="store_true", help="print a picture")
 
     conformance = command("conformance", _conformance, "run the vectors against refimpl, or against another program")
     conformance.add_argument("--kind", action="append", metavar="K", help="only this kind (repeatable)")
@@ -155,6 +161,7 @@ def _load(options: argparse.Namespace) -> int:
             prefetch=options.prefetch,
             threads=options.load_threads,
             progress=progress,
+            check_tensors=options.check_tensors,
             restart_peak=True,
         )
     with loaded:
@@ -166,17 +173,35 @@ def _load(options: argparse.Namespace) -> int:
 
 def _layout(options: argparse.Namespace) -> int:
     from refimpl.layouts import LAYOUTS, layout_by_name
-    from refimpl.render.layout import layout_data, layout_text
+    from refimpl.render.layout import find_data, find_text, layout_data, layout_text
     from refimpl.render.text import table
 
     if options.name is None:
-        rows = [(x.name, x.source_type.name, x.rows, x.super_block_bytes) for x in LAYOUTS]
-        columns = ["layout", "source type", ">rows", ">super-block bytes"]
+        if options.find or options.svg:
+            raise UsageError("E_USAGE", "--find and --svg need the NAME of a layout")
+        rows = [(x.name, x.dialect, x.source_type.name, x.rows, x.super_block_bytes) for x in LAYOUTS]
+        columns = ["layout", "dialect", "source type", ">rows", ">super-block bytes"]
         _print(options, lambda: [layout_data(x) for x in LAYOUTS], lambda: table(None, columns, rows))
         return 0
-    layout = layout_by_name(options.name)
-    _print(options, lambda: layout_data(layout), lambda: layout_text(layout))
+    layout = layout_by_name(options.name, options.source)
+    if options.svg:
+        from refimpl.render.layout_svg import layout_svg
+
+        print(layout_svg(layout), end="")
+    elif options.find:
+        found = find_data(layout, *_byte_and_bit(options.find, max(layout.super_block_bytes, 1)))
+        _print(options, lambda: found, lambda: find_text(found))
+    else:
+        _print(options, lambda: layout_data(layout), lambda: layout_text(layout))
     return 0
+
+
+def _byte_and_bit(text: str, size: int) -> tuple[int, int | None]:
+    """BYTE[:BIT]; UsageError E_USAGE if it is none, or past the super-block."""
+    byte, colon, bit = text.partition(":")
+    if not (byte.isdecimal() and int(byte) < size and (not colon or (bit.isdecimal() and int(bit) < 8))):
+        raise UsageError("E_USAGE", f"--find takes BYTE below {size}, or BYTE:BIT with a bit from 0 to 7, not {text!r}")
+    return int(byte), int(bit) if colon else None
 
 
 def _conformance(options: argparse.Namespace) -> int:

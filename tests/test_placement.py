@@ -143,7 +143,7 @@ def test_named_cpus():
     ("machine", "text", "features"),
     [
         ("x86_64", "processor : 0\nflags\t\t: fpu sse4_2 avx2 fma\n", CpuFeatures(avx2=True)),
-        ("AMD64", "flags : avx2 avx512f avx512_bf16", CpuFeatures(avx2=True, avx512f=True)),
+        ("AMD64", "flags : avx2 avx512f avx512_bf16", PROFILES["x86-avx512-bf16"]),
         ("x86_64", "flags : fpu\nbugs : avx2", CpuFeatures()),
         ("aarch64", "Features\t: fp asimd", CpuFeatures(neon=True)),
         (

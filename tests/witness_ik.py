@@ -2,8 +2,8 @@
 
     python witness_ik.py < requests > answers
 
-One JSON object per line: {"type", "ne": [ne0, ne1, ne2], "seed", "name"} -> {"type", "sha256"}: the type that the tensor
-has after the pass, and the hash of its whole buffer.
+One JSON object per line: {"type", "ne": [ne0, ne1, ne2], "seed", "name"} -> {"type", "sha256"}: the type that the
+tensor has after the pass, and the hash of its whole buffer.
 """
 
 from __future__ import annotations

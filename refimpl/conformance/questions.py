@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from refimpl.conformance.report import one_line
 from refimpl.conformance.schema import Entry, JsonObject, Vectors
 from refimpl.conformance.streams import MASKS, masked_stream
 from refimpl.errors import VectorError
-from refimpl.layouts import layout_by_name
-from refimpl.repacking.reference import repack_groups
+from refimpl.repacking.ik import layout_for as layout_for_ik
+from refimpl.repacking.tensor import repack
 from refimpl.types import type_by_name
 
 
@@ -195,6 +193,7 @@ TEXT = Need("a string", lambda value: isinstance(value, str))
 FLAG = Need("true or false", lambda value: isinstance(value, bool))
 WHOLE = Need("a whole number", _is_whole)
 U64 = Need("a whole number below 2^64", lambda value: _is_whole(value) and value < 1 << 64)
+U64_OR_NULL = Need("a whole number below 2^64, or null", lambda value: value is None or U64.holds(value))
 SIZE = Need("a whole number up to 2^30", lambda value: _is_whole(value) and value <= 1 << 30)
 SHAPE = Need("a list of 1 to 4 whole numbers", _is_shape)
 HASH = Need("a sha256 in hex", lambda value: isinstance(value, str) and len(value) == 64)
@@ -221,15 +220,19 @@ _REPACK_INPUT = (
 )  # fmt: skip
 
 
+def _check_source(file: Vectors, entry: Entry, data: bytes) -> None:
+    found = hashlib.sha256(data).hexdigest()
+    if found != entry.body["src_sha256"]:
+        text = f"{file.name}: entry {entry.id}: the seed gives bytes with sha256 {found}, src_sha256 says otherwise"
+        raise VectorError("E_VECTORS", text, path=file.name)
+
+
 def _repack(file: Vectors, entry: Entry) -> Iterator[Question]:
     body = entry.body
     source_type = type_by_name(body["src_type"], "llama.cpp")
     source = masked_stream(body["seed"], body["src_nbytes"], body.get("mask", "none"), source_type)
     data = source.tobytes()
-    found = hashlib.sha256(data).hexdigest()
-    if found != body["src_sha256"]:
-        text = f"{file.name}: entry {entry.id}: the seed gives bytes with sha256 {found}, src_sha256 says otherwise"
-        raise VectorError("E_VECTORS", text, path=file.name)
+    _check_source(file, entry, data)
     given = _chosen(body, *_REPACK_INPUT)
     yield Question(
         "repack",
@@ -239,9 +242,7 @@ def _repack(file: Vectors, entry: Entry) -> Iterator[Question]:
         may_refuse=not body["eligible"],
     )
     if body["eligible"]:
-        layout = layout_by_name(body["layout"])
-        interleaved = np.empty_like(source)
-        repack_groups(layout, source, interleaved, *layout.geometry(body["ne"]))
+        interleaved = repack(source, source_type, body["layout"], body["ne"], version="clear")
         yield Question(
             "unpack",
             {**given, "data_b64": base64.b64encode(interleaved.tobytes()).decode()},
@@ -251,8 +252,36 @@ def _repack(file: Vectors, entry: Entry) -> Iterator[Question]:
         )
 
 
+def _repack_ik(file: Vectors, entry: Entry) -> Iterator[Question]:
+    """The program decides the type afterwards; bytes that are not repacked stay. Recorded with AVX512-BF16."""
+    body = entry.body
+    source_type = type_by_name(body["src_type"], "ik_llama.cpp")
+    source = masked_stream(body["seed"] or 0, source_type.tensor_bytes(body["ne"]), body.get("mask"), source_type)
+    _check_source(file, entry, source.tobytes())
+    given = {
+        "name": "blk.0.ffn_up.weight", "bf16": True, "src_type_id": source_type.id, "src_nbytes": source.nbytes,
+        **_chosen(body, "src_type", "ne", "seed", "mask", "name"),
+    }  # fmt: skip
+    yield Question(
+        "repack",
+        {**given, "data_b64": base64.b64encode(source.tobytes()).decode()},
+        {**_chosen(body, "dst_type", "dst_sha256", "dst_tight_sha256"), "dst_b64": body["dst_sha256"]},
+        (("dst_type",), ("dst_sha256", "dst_b64")),
+    )
+    layout = layout_for_ik(given["name"], source_type, body["ne"], bf16=True)
+    if layout is not None and layout.invertible:
+        interleaved = repack(source, source_type, layout, body["ne"], version="clear")
+        yield Question(
+            "unpack",
+            {**given, "layout": layout.name, "data_b64": base64.b64encode(interleaved.tobytes()).decode()},
+            {"src_nbytes": source.nbytes, "src_sha256": body["src_sha256"], "src_b64": body["src_sha256"]},
+            (("src_sha256", "src_b64"),),
+            optional=True,
+        )
+
+
 def _repack_hold(entry: Entry) -> str | None:
-    mask = entry.body.get("mask", "none")
+    mask = entry.body.get("mask")
     return None if mask in MASKS else f"mask {mask!r} is not built yet"
 
 
@@ -318,6 +347,16 @@ EXAMS: dict[tuple[str, str], dict[str, Exam]] = {
             {
                 "layout": TEXT, "src_type": TEXT, "ne": SHAPE, "seed": U64, "src_nbytes": SIZE, "src_sha256": HASH,
                 "eligible": FLAG, "dst_sha256": HASH_OR_NULL,
+            },
+            {}, {}, _repack_hold,
+        ),
+    },
+    ("repack", "ik_llama.cpp"): {
+        "cases": Exam(
+            _repack_ik,
+            {
+                "src_type": TEXT, "dst_type": TEXT, "ne": SHAPE, "seed": U64_OR_NULL, "src_sha256": HASH,
+                "dst_sha256": HASH,
             },
             {}, {}, _repack_hold,
         ),

@@ -17,6 +17,7 @@ from refimpl.errors import LayoutError
 from refimpl.gguf.validate import validate_row_data, validate_tensor
 from refimpl.gguf.validate_rules import ROW_DATA
 from refimpl.placement.llama import TensorSpec, place
+from refimpl.repacking.ik import layout_for as layout_for_ik
 from refimpl.repacking.llama import CpuFeatures, layout_for, refusal
 from refimpl.repacking.tensor import Version, repack, unpack
 from refimpl.types import type_by_id, type_by_name
@@ -51,6 +52,8 @@ def answer(kind: str, op: str, given: JsonObject, version: Version = "fast") -> 
 def _repack(given: JsonObject, version: Version) -> JsonObject:
     """A refusal must leave the destination as it was, so it is filled beforehand and looked at afterwards."""
     data = base64.b64decode(given["data_b64"], validate=True)
+    if "layout" not in given:
+        return _repack_ik(data, given, version)
     out = np.full(len(data), _UNTOUCHED, np.uint8)
     try:
         repack(data, given["src_type"], given["layout"], given["ne"], out, version=version)
@@ -59,6 +62,22 @@ def _repack(given: JsonObject, version: Version) -> JsonObject:
             raise AssertionError(f"the destination was written, and then: {error}") from error
         return {"eligible": False, "dst_sha256": None}
     return {"eligible": True, "dst_nbytes": out.nbytes, "dst_sha256": hashlib.sha256(out.tobytes()).hexdigest()}
+
+
+def _repack_ik(data: bytes, given: JsonObject, version: Version) -> JsonObject:
+    """In place, as the real pass; the shorter rows of two types are also hashed without the tails."""
+    kind = type_by_name(given["src_type"], "ik_llama.cpp")
+    layout = layout_for_ik(given["name"], kind, given["ne"], bf16=given["bf16"])
+    if layout is None:
+        return {"dst_type": kind.name, "dst_sha256": hashlib.sha256(data).hexdigest()}
+    memory = np.frombuffer(bytearray(data), np.uint8)
+    repack(memory, kind, layout, given["ne"], memory, version=version)
+    output = {"dst_type": layout.target_type.name, "dst_sha256": hashlib.sha256(memory.tobytes()).hexdigest()}
+    if layout.whole in ("q8_K", "q8_KV"):
+        groups, blocks = layout.geometry(given["ne"])
+        tight = memory.reshape(groups, -1)[:, : layout.written_bytes(blocks)]
+        output["dst_tight_sha256"] = hashlib.sha256(tight.tobytes()).hexdigest()
+    return output
 
 
 def _unpack(given: JsonObject, version: Version) -> JsonObject:

@@ -56,6 +56,11 @@ class IkLayout(Layout):
             return f"ne0 = {shape[0]} is odd"
         return reason
 
+    def written_bytes(self, blocks: int) -> int:
+        """Bytes of a target group of `blocks` blocks per row; less than its place for q8_K and q8_KV."""
+        target = self.target_type
+        return self.rows * (target.row_meta_bytes + blocks * target.block_bytes)
+
     @property
     def invertible(self) -> bool:
         """Whether the source can be had back from the target."""
@@ -114,7 +119,7 @@ def chunks(offset: int, nbytes: int, rows: int) -> Target:
 
 
 def slots(offset: int, bits: int, nbytes: int, rows: int = 4) -> Target:
-    """P4/32, P2/16, P1/8, P4/16: slot rows*t + k goes to byte slot % nbytes, and there to the slot / nbytes-th place."""
+    """P4/32, P2/16, P1/8, P4/16: slot rows*t + k goes to byte slot % nbytes, there to the slot / nbytes-th place."""
     return lambda k, t, b: (offset + (rows * t + k) % nbytes, bits * ((rows * t + k) // nbytes) + b)
 
 
@@ -237,7 +242,8 @@ _PARTS: dict[str, tuple[Part, ...]] = {
         Part("scales", 16, 8, raw(192, 8), chunks(8, 1, 4)),
         Part("qh", 256, 2, lambda t, b: (128 + 32 * (t // 128) + t % 32, 2 * (t // 32 % 4) + b), lambda k, t, b: (
             72 + 32 * (t // 32) + 16 * (t // 16 % 2) + 4 * k + t % 4, 4 * (t // 4 % 2) + 2 * (t // 8 % 2) + b)),
-        Part("ql", 256, 4, lambda t, b: (64 * (t // 128) + 32 * (t // 32 % 2) + t % 32, 4 * (t // 64 % 2) + b), n4(328)),
+        Part("ql", 256, 4, lambda t, b: (
+            64 * (t // 128) + 32 * (t // 32 % 2) + t % 32, 4 * (t // 64 % 2) + b), n4(328)),
     ),
     "iq2_k": (
         _D, _EXTRA,

@@ -40,9 +40,9 @@ def features_from_cpuinfo(text: str, machine: str, sve_bytes: int = 0) -> CpuFea
     machine = machine.lower()
     words = set()
     for match in re.finditer(r"^(?:flags|Features|features|isa)\s*:\s*(.*)$", text, re.MULTILINE):
-        words |= set(re.split(r"[\s_]+", match.group(1).lower()))
+        words |= set(match.group(1).lower().split())
     if machine in _X86:
-        return CpuFeatures(avx2="avx2" in words, avx512f="avx512f" in words)
+        return CpuFeatures(avx2="avx2" in words, avx512f="avx512f" in words, avx512_bf16="avx512_bf16" in words)
     if machine in _ARM:
         return CpuFeatures(
             neon="asimd" in words,
@@ -54,9 +54,9 @@ def features_from_cpuinfo(text: str, machine: str, sve_bytes: int = 0) -> CpuFea
     if machine.startswith("s390"):
         return CpuFeatures(vxe="vxe" in words)
     if machine.startswith("riscv"):
-        base = next((word for word in words if word.startswith("rv")), "")
-        lengths = [int(word[3:-1]) for word in words if re.fullmatch(r"zvl\d+b", word)]
-        return CpuFeatures(rvv="v" in base[4:], vlen=max(lengths, default=128), zvfh="zvfh" in words)
+        base, *extensions = next((word for word in words if word.startswith("rv")), "").split("_")
+        lengths = [int(word[3:-1]) for word in extensions if re.fullmatch(r"zvl\d+b", word)]
+        return CpuFeatures(rvv="v" in base[4:], vlen=max(lengths, default=128), zvfh="zvfh" in extensions)
     return CpuFeatures()
 
 
@@ -64,7 +64,8 @@ def features_from_llvm(features: dict[str, bool], machine: str) -> CpuFeatures:
     """Features by LLVM's names, for systems without /proc (macOS, Windows). SVE lengths are not known there."""
     machine = machine.lower()
     if machine in _X86:
-        return CpuFeatures(avx2=features.get("avx2", False), avx512f=features.get("avx512f", False))
+        avx2, avx512f, bf16 = (features.get(name, False) for name in ("avx2", "avx512f", "avx512bf16"))
+        return CpuFeatures(avx2=avx2, avx512f=avx512f, avx512_bf16=bf16)
     if machine in _ARM:
         return CpuFeatures(
             neon=True, dotprod=features.get("dotprod", False), i8mm=features.get("i8mm", False)

@@ -18,7 +18,7 @@ def load_text(report: LoadReport, digests: dict[str, str] | None) -> RenderableT
             ("model", f"{report.model} ({report.architecture})"),
             ("behaves like", report.behaves_like),
             ("load mode", f"{report.load_mode}, {report.threads} threads, reclaim {report.reclaim}"),
-            ("seconds", f"{report.seconds:.3f} ({phases}; header and compile come before)"),
+            ("seconds", f"{report.seconds:.3f} ({phases}; header, check and compile come before)"),
             (
                 "repacked",
                 f"{report.repacked_tensors} tensors, {mib(report.repacked_bytes)} MiB"

@@ -25,6 +25,8 @@ class CpuFeatures:
     rvv: bool = False
     vlen: int = 0
     zvfh: bool = False
+    avx512_bf16: bool = False
+    """Decides nothing here; ik_llama.cpp repacks bf16 and f16 only with it."""
 
 
 def _arm(sve_bytes: int = 0, **features: bool) -> CpuFeatures:
@@ -39,6 +41,7 @@ PROFILES: dict[str, CpuFeatures] = {
     "x86-sse42": CpuFeatures(),
     "x86-avx2": CpuFeatures(avx2=True),
     "x86-avx512": CpuFeatures(avx2=True, avx512f=True),
+    "x86-avx512-bf16": CpuFeatures(avx2=True, avx512f=True, avx512_bf16=True),
     "arm-neon": _arm(),
     "arm-dotprod": _arm(dotprod=True),
     "arm-i8mm": _arm(dotprod=True, i8mm=True),
@@ -61,6 +64,8 @@ ALIASES = {
     "x86-64-v2": "x86-sse42",
     "x86-64-v3": "x86-avx2",
     "x86-64-v4": "x86-avx512",
+    "zen4": "x86-avx512-bf16",
+    "sapphirerapids": "x86-avx512-bf16",
     "apple-m1": "arm-dotprod",
     "apple-m2": "arm-i8mm",
     "neoverse-n1": "arm-dotprod",

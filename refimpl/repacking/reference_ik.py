@@ -101,12 +101,14 @@ def _prefix_parity(values: Bytes) -> Bytes:
     code = values & 0xFE
     for _ in range(6):
         code = (values & 0xFE) ^ (code << 1)
-    return np.bitwise_or(code, values & 1)
+    result: Bytes = np.bitwise_or(code, values & 1)
+    return result
 
 
 def _prefix_parity_inverse(values: Bytes) -> Bytes:
     code = values & 0xFE
-    return np.bitwise_or(code ^ (code << 1), values & 1)
+    result: Bytes = np.bitwise_or(code ^ (code << 1), values & 1)
+    return result
 
 
 def f16_to_bf16(halves: Halves) -> Halves:
@@ -121,7 +123,8 @@ def f16_to_bf16(halves: Halves) -> Halves:
     result = np.where(exponent > 0, np.bitwise_or((exponent + 112) << 7, mantissa >> 3), result)
     infinite = np.where(mantissa == 0, 0x7F80, np.bitwise_or(0x7FC0, mantissa >> 3))
     result = np.where(exponent == 31, infinite, result)
-    return np.bitwise_or(sign, result).astype(np.uint16)
+    bf16: Halves = np.bitwise_or(sign, result).astype(np.uint16)
+    return bf16
 
 
 def f32_to_f16(floats: NDArray[np.uint32]) -> Halves:

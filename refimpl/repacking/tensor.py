@@ -1,7 +1,7 @@
 """Repack and unpack one tensor: the checked doors in front of the clear and the fast version.
 
-Everything is checked before a byte is written (specification: repack-llama.md 1, repack-ik.md 6): the type fits the layout, the shape
-is eligible, both buffers have exactly the tensor's size, and they are either apart or the very same memory.
+Everything is checked before a byte is written (specification: repack-llama.md 1, repack-ik.md 6): the type fits the
+layout, the shape is eligible, both buffers have exactly the tensor's size, and they are apart or the very same memory.
 """
 
 from __future__ import annotations

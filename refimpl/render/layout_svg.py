@@ -1,0 +1,102 @@
+"""A picture of a repack layout: a source block above, the super-block below, a colour per row and a tint per field."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from refimpl.layouts import Layout
+from refimpl.render.layout import layout_fields
+from refimpl.repacking.bitmap import bit_map
+
+CELL, PER_LINE, LEFT, GAP = 22, 32, 70, 36
+BAND = CELL // 4
+INK, PAPER, GRID = "#1c2530", "#ffffff", "#c9d2dc"
+
+
+def layout_svg(layout: Layout) -> str:
+    """The SVG. Each byte is a square; the stripe of each of its bits has the colour of the row that it comes from."""
+    bits = bit_map(layout)
+    block, size = layout.source_type.block_bytes, layout.super_block_bytes
+    fields = layout_fields(layout)
+    parts: list[str] = []
+    y = _title(parts, layout)
+    for row in range(layout.rows):
+        parts.append(_square(LEFT + row * 64, y, _colour(row, layout.rows)))
+        parts.append(_text(LEFT + row * 64 + CELL + 6, y + 15, f"row {row}"))
+    y += CELL + GAP
+    y = _bytes(
+        parts, f"source block, {block} bytes (row 0)", y, block, lambda i, b: 0, layout.rows, _names(fields, "source")
+    )
+    rows = [row for row, _ in bits.sources]
+    y = _bytes(
+        parts,
+        f"super-block, {size} bytes",
+        y,
+        size,
+        lambda i, b: rows[8 * i + b],
+        layout.rows,
+        _names(fields, "target"),
+    )
+    width = LEFT + PER_LINE * CELL + 20
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" viewBox="0 0 {width} {y}" '
+        f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="12" fill="{INK}">'
+        f'<rect width="100%" height="100%" fill="{PAPER}"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def _title(parts: list[str], layout: Layout) -> int:
+    kind = layout.source_type
+    parts.append(f'<text x="20" y="34" font-size="20" font-weight="bold">{escape(layout.name)}</text>')
+    blocks = f"{kind.name} blocks ({kind.block_length} elements, {kind.block_bytes} bytes)"
+    parts.append(_text(20, 56, f"{layout.dialect}: {layout.rows} rows of {blocks}"))
+    return 76
+
+
+def _names(fields: list[dict[str, Any]], side: str) -> dict[int, str]:
+    """Where each field begins."""
+    names: dict[int, str] = {}
+    for field in fields:
+        place = field[f"{side}_offset"]
+        names[place] = f"{names[place]}, {field['name']}" if place in names else field["name"]
+    return names
+
+
+def _bytes(parts: list[str], title: str, y: int, row_of_bit: list[int], rows: int, names: dict[int, str]) -> int:
+    """A line of squares per PER_LINE bytes; returns where the next thing may stand."""
+    count = len(row_of_bit) // 8
+    parts.append(f'<text x="20" y="{y}" font-weight="bold">{escape(title)}</text>')
+    y += 22
+    for first in range(0, count, PER_LINE):
+        last = min(first + PER_LINE, count)
+        parts.append(f'<text x="{LEFT - 10}" y="{y + 15}" text-anchor="end">{first}</text>')
+        for i in range(first, last):
+            x = LEFT + (i - first) * CELL
+            stripes = row_of_bit[8 * i : 8 * i + 8]
+            if len(set(stripes)) == 1:
+                parts.append(_square(x, y, _colour(stripes[0], rows)))
+            else:
+                # Two bits to a stripe, the low ones at the bottom.
+                for pair in range(4):
+                    top, colour = y + CELL - (pair + 1) * BAND - 1, _colour(stripes[2 * pair], rows)
+                    parts.append(f'<rect x="{x}" y="{top}" width="{CELL}" height="{BAND + 1}" fill="{colour}"/>')
+                parts.append(_square(x, y, "none"))
+            if i in names:
+                parts.append(f'<line x1="{x}" y1="{y - 5}" x2="{x}" y2="{y + CELL}" stroke="{INK}" stroke-width="2"/>')
+                parts.append(f'<text x="{x + 3}" y="{y - 3}" font-size="10">{escape(names[i])}</text>')
+        y += CELL + 16
+    return y + GAP // 2
+
+
+def _square(x: int, y: int, colour: str) -> str:
+    return f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" fill="{colour}" stroke="{GRID}"/>'
+
+
+def _text(x: int, y: int, text: str) -> str:
+    return f'<text x="{x}" y="{y}">{escape(text)}</text>'
+
+
+def _colour(row: int, rows: int) -> str:
+    """Hues around the circle, light enough for the lines on top."""
+    return f"hsl({row * 360 // rows}, 62%, {72 if row % 2 else 62}%)"
