@@ -180,7 +180,7 @@ def validate_model(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> ModelVerdict:
-    """Judge the tensors of a file (default: all), reading it in slices: two of `SLICE_BYTES` per thread in memory.
+    """Judge the tensors of a model (default: all), reading it in slices: two of `SLICE_BYTES` per thread in memory.
 
     `progress(done, total)` in bytes is called from this thread, and cancels by returning False. A header given here
     stays open.
@@ -196,7 +196,7 @@ def validate_model(
         raise UsageError("E_THREADS", f"at least one thread is needed, not {threads}")
     with nullcontext(source) if isinstance(source, Header) else open_header(source, dialect=dialect) as header:
         wanted = list(header.tensors if tensors is None else tensors)
-        prepared = [_of_file(info, header.size, dialect, function, mode) for info in wanted]
+        prepared = [_of_file(info, header.shards[info.shard].size, dialect, function, mode) for info in wanted]
         total = sum(info.nbytes or 0 for info in wanted)
         verdicts = _walk(header, wanted, prepared, version, threads, _Progress(progress, total))
     bad = (BadTensor(info.name, info, verdict) for info, verdict in zip(wanted, verdicts, strict=True) if not verdict)
@@ -298,7 +298,7 @@ def _flat(data: Any) -> Bytes:
 
 
 def _of_file(info: TensorInfo, size: int, dialect: Dialect, function: Function, mode: Mode) -> Verdict | _Case:
-    """A tensor of a file of `size` bytes, its id read in `dialect`."""
+    """A tensor in a file of `size` bytes, its id read in `dialect`."""
     kind = type_by_id(info.type.id, dialect)
     if isinstance(kind, UnknownType):
         return _prepare(info.type, dialect, function, mode, info.nbytes or 0, None)
@@ -347,10 +347,11 @@ def _walk(
         known = firsts[number]
         if known is not None and known[0] < start:
             return None
-        data = header.read(infos[number].absolute_offset + start, piece.end())
+        info = infos[number]
+        data = header.shards[info.shard].read(info.absolute_offset + start, piece.end())
         if len(data) < piece.end():
-            text = f"the file became shorter while {infos[number].name} was read"
-            raise ModelError("E_CHANGED", text, tensor=infos[number].name)
+            text = f"the file became shorter while {info.name} was read"
+            raise ModelError("E_CHANGED", text, tensor=info.name)
         found = function(np.frombuffer(data, np.uint8), piece)
         return None if found < 0 else (number, start + found, data[found : found + WIDTHS[piece.predicate]])
 
