@@ -18,6 +18,7 @@ from refimpl.conformance.schema import Vectors, packaged_vectors, parse_vectors
 from refimpl.errors import RefimplError, VectorError
 
 ENVELOPE = {"schema": "refimpl-golden/1", "dialect": "llama.cpp", "source": {"project": "x", "commit": "y"}}
+MXFP4 = "llama.cpp/ggml_validate_row_data/mxfp4/ok"
 Write = Callable[..., Path]
 
 
@@ -164,6 +165,11 @@ def test_what_is_no_vectors_file_is_refused_in_one_line(tmp_path: Path, raw: Any
         ("repack-dispatch", "x86-avx2/q4_K", {"layout_by_ne1": {"x": None}}, "no layout_by_ne1 that is"),
         ("repack-placement", "moe-mixed/default", {"model": "mine"}, "models has no 'mine'"),
         ("repack-placement", "moe-mixed/default", {"cpu_repack": [["a"]]}, "no cpu_repack that is"),
+        ("validate", MXFP4, {"dialect": "both"}, "no dialect that is llama.cpp or ik_llama.cpp"),
+        ("validate", MXFP4, {"type_id": True}, "no type_id that is an integer"),
+        ("validate", MXFP4, {"bytes_b64": "AAA"}, "no bytes_b64 that is bytes in base64"),
+        ("validate", MXFP4, {"ne": [1.5]}, "no ne that is a list of 1 to 4 whole numbers, or absent"),
+        ("validate", MXFP4, {"valid": None}, "no valid that is true or false"),
     ],
 )
 def test_entries_that_cannot_be_asked_about_are_refused_before_anything_runs(

@@ -40,6 +40,8 @@ from refimpl.gguf.validate_rules import (
     rule_of,
 )
 from refimpl.gguf.validate_scan import Scan
+from refimpl.gguf.values import ValueType
+from refimpl.gguf.writer import write_gguf
 from refimpl.types import LLAMA_TYPE_COUNT, REMOVED_IDS, TYPES, UnknownType, type_by_id, type_by_name
 
 VERSIONS = pytest.mark.parametrize("version", ["clear", "fast"])
@@ -630,6 +632,20 @@ def test_behind_a_known_bad_value_nothing_is_read(tmp_path, monkeypatch):
         result = validate_model(reading_by(header, read), dialect="llama.cpp", threads=1)
     assert [bad.verdict.offset for bad in result.bad] == [0]
     assert len(offsets) <= 3
+
+
+def test_split_sets(tmp_path):
+    """The second file's tensors are read from the second file."""
+    values = [np.zeros(40, "<f4"), np.zeros(40, "<f4")]
+    values[1][33] = np.nan
+    for number, data in enumerate(values):
+        pairs = [("split.no", ValueType.U16, number), ("split.count", ValueType.U16, 2)]
+        pairs.append(("split.tensors.count", ValueType.I32, 2))
+        tensor = (f"t{number}", type_by_name("f32"), (40,), data)
+        write_gguf(tmp_path / f"m-0000{number + 1}-of-00002.gguf", pairs, [tensor])
+    result = validate_model(tmp_path / "m-00001-of-00002.gguf", dialect="llama.cpp")
+    assert result.tensors == 2
+    assert [(bad.name, bad.tensor.shard, bad.verdict.offset) for bad in result.bad] == [("t1", 1, 132)]
 
 
 def test_ik_models_by_both_functions(tmp_path):
