@@ -174,7 +174,7 @@ def repack_groups(
     mode = REPACK_STREAMED if streamed else REPACK
     compiled(IK_LAYOUTS.index(layout), mode)(target.ctypes.data, source.ctypes.data, groups, blocks)
     written = layout.written_bytes(blocks)
-    if written < group_bytes:  # the rest of the place keeps the source's bytes
+    if groups and written < group_bytes:  # the rest of the place keeps the source's bytes
         target.reshape(groups, -1)[:, written:] = source.reshape(groups, -1)[:, written:]
 
 

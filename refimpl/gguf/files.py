@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from refimpl.errors import MachineError, OpenError, RefimplError
 
@@ -36,16 +36,31 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     OpenError, MachineError
         E_OPEN, E_PERMISSION or E_IO (a full disk included) for what the system refuses.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}")
+    with new_files([path]) as (file,):
+        yield file
+
+
+@contextmanager
+def new_files(paths: Sequence[Path], *, fsync: bool = True) -> Iterator[list[BinaryIO]]:
+    """Several such files, which take their names together, the first one last. `fsync` waits for the disk before.
+
+    Errors as for atomic_file.
+    """
+    temporaries = [path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}") for path in paths]
     try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(temporary, "xb")) for temporary in temporaries]
+            yield [cast(BinaryIO, file) for file in files]
+            for file in files:
+                file.flush()
+                if fsync:
+                    os.fsync(file.fileno())
+        for temporary, path in reversed(list(zip(temporaries, paths, strict=True))):
+            os.replace(temporary, path)
     except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink()
+        for temporary in temporaries:
+            with suppress(OSError):
+                temporary.unlink()
         if isinstance(error, OSError) and not isinstance(error, RefimplError):
-            raise coded(error, f"cannot write {path}") from error
+            raise coded(error, f"cannot write {paths[0]}") from error
         raise

@@ -101,6 +101,21 @@ class LazyArray(Sequence[Element]):
         """The bytes of every element in turn, as `raw` gives them."""
         return self._raws(0, self._count)
 
+    def packed(self) -> Iterator[bytes]:
+        """The elements as they lie in the file, strings with their lengths, in pieces of up to a window."""
+        if self.element_type is not ValueType.STR:
+            end = self.offset + self._count * CODECS[self.element_type].size
+        elif self._count:
+            last = (self._count - 1) // _STRIDE
+            cursor = Cursor(self._read, self._size, self._starts[last], window=_WINDOW)
+            cursor.skip_strings(self._count - last * _STRIDE, "array element")
+            end = cursor.pos
+        else:
+            end = self.offset
+        cursor = Cursor(self._read, self._size, self.offset, window=_WINDOW)
+        for start in range(self.offset, end, _WINDOW):
+            yield cursor.take(min(_WINDOW, end - start), "array element")
+
     def index(self, value: object, start: int = 0, stop: int | None = None) -> int:
         """First position of `value`, found in one pass. ValueError if it is not there."""
         start, stop, _ = slice(start, stop).indices(self._count)

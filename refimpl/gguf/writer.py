@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias
 
 from refimpl.errors import GGUFError, UsageError
 from refimpl.gguf.cursor import I32, I64, U32, U64, cstr
@@ -161,15 +161,36 @@ def _header(kv: Sequence[Pair], tensors: Sequence[Tensor], alignment: int, versi
     _check_names("key", "E_KEY_DUPLICATE", [key for key, _, _ in pairs])
     if any(not key for key, _, _ in pairs):
         raise GGUFError("E_KEY_EMPTY", "an empty key", field="key")
-    infos = _infos(tensors, alignment)
+    yield from header_pieces(pairs, _infos(tensors, alignment), alignment, version)
 
-    head = MAGIC + U32.pack(version) + I64.pack(len(tensors)) + I64.pack(len(pairs))
+
+class Info(NamedTuple):
+    """A tensor as the header describes it; `offset` in the data section, in bytes."""
+
+    name: bytes
+    type_id: int
+    shape: Sequence[int]
+    offset: int
+
+
+def header_pieces(
+    pairs: Sequence[tuple[bytes, Type, Any]], infos: Sequence[Info], alignment: int, version: int = 3
+) -> Iterator[bytes]:
+    """A header from finished parts, none of which is checked: also headers that contradict themselves."""
+    head = MAGIC + U32.pack(version) + I64.pack(len(infos)) + I64.pack(len(pairs))
     size = 0
-    for piece in chain((head,), chain.from_iterable(_pair(*pair) for pair in pairs), (infos,)):
+    for piece in chain((head,), chain.from_iterable(_pair(*pair) for pair in pairs), map(_info, infos)):
         size += len(piece)
         yield piece
-    if tensors:
+    if infos:
         yield bytes(pad(size, alignment) - size)
+
+
+def _info(info: Info) -> bytes:
+    sizes = b"".join(map(I64.pack, info.shape))
+    return b"".join(
+        (_string(info.name), U32.pack(len(info.shape)), sizes, I32.pack(info.type_id), U64.pack(info.offset))
+    )
 
 
 def _missing_alignment(pairs: list[tuple[bytes, Type, Any]], alignment: int) -> list[tuple[bytes, Type, Any]]:
@@ -206,7 +227,8 @@ def _array(element: ValueType, value: Any) -> Iterator[bytes]:
     yield I32.pack(ValueType.ARR) + I32.pack(element) + U64.pack(count)
     encode: Callable[[Any], bytes] = CODECS[element].pack if element in CODECS else _string
     if isinstance(value, LazyArray) and value.element_type is element:  # copied as it is, whatever its bits
-        items, encode = value.raws(), _string if element is ValueType.STR else bytes
+        yield from value.packed()
+        return
     done = 0
     rest = iter(items)
     while batch := [encode(item) for item in islice(rest, _BATCH)]:
@@ -216,10 +238,10 @@ def _array(element: ValueType, value: Any) -> Iterator[bytes]:
         raise UsageError("E_VALUE", f"an array of {count} elements came with {done}", expected=count, found=done)
 
 
-def _infos(tensors: Sequence[Tensor], alignment: int) -> bytes:
+def _infos(tensors: Sequence[Tensor], alignment: int) -> list[Info]:
     names = [_bytes(name) for name, *_ in tensors]
     _check_names("tensor", "E_NAME_DUPLICATE", names)
-    pieces: list[bytes] = []
+    infos: list[Info] = []
     offset = 0
     for name, (_, kind, shape, _) in zip(names, tensors, strict=True):
         if len(name) >= MAX_NAME:
@@ -228,13 +250,14 @@ def _infos(tensors: Sequence[Tensor], alignment: int) -> bytes:
             raise GGUFError("E_NDIMS", f"tensor {name!r}: {len(shape)} dimensions", tensor=name)
         if any(size < 0 for size in shape):
             raise GGUFError("E_DIM_NEGATIVE", f"tensor {name!r}: shape {tuple(shape)}", tensor=name)
+        info = Info(name, kind.id, shape, offset)
         try:
-            sizes = b"".join(map(I64.pack, shape))
-            pieces += _string(name), U32.pack(len(shape)), sizes, I32.pack(kind.id), U64.pack(offset)
+            _info(info)
         except struct.error as error:
             raise GGUFError("E_DIMS_OVERFLOW", f"tensor {name!r}: {tuple(shape)} at {offset}", tensor=name) from error
+        infos.append(info)
         offset += pad(kind.tensor_bytes(shape), alignment)
-    return b"".join(pieces)
+    return infos
 
 
 def _string(value: Name) -> bytes:

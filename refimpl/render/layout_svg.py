@@ -25,19 +25,9 @@ def layout_svg(layout: Layout) -> str:
         parts.append(_square(LEFT + row * 64, y, _colour(row, layout.rows)))
         parts.append(_text(LEFT + row * 64 + CELL + 6, y + 15, f"row {row}"))
     y += CELL + GAP
-    y = _bytes(
-        parts, f"source block, {block} bytes (row 0)", y, block, lambda i, b: 0, layout.rows, _names(fields, "source")
-    )
-    rows = [row for row, _ in bits.sources]
-    y = _bytes(
-        parts,
-        f"super-block, {size} bytes",
-        y,
-        size,
-        lambda i, b: rows[8 * i + b],
-        layout.rows,
-        _names(fields, "target"),
-    )
+    heads = f"source block, {block} bytes (row 0)", f"super-block, {size} bytes"
+    y = _bytes(parts, heads[0], y, [0] * 8 * block, layout.rows, _names(fields, "source"))
+    y = _bytes(parts, heads[1], y, [row for row, _ in bits.sources], layout.rows, _names(fields, "target"))
     width = LEFT + PER_LINE * CELL + 20
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" viewBox="0 0 {width} {y}" '
