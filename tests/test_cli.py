@@ -76,7 +76,7 @@ def test_no_repack(capsys, model):
 def test_inspect(capsys, model):
     code, out, err = run(capsys, "inspect", model, "--tensors", "--cpu", "x86-avx512")
     assert (code, err) == (0, "")
-    for words in ("general.architecture", "'llama'", "q4_0", "blk.0.attn_q.weight", "q4_0_8x8", "no: ", "256x513"):
+    for words in ("general.architecture", "'qwen3'", "q4_0", "blk.0.attn_q.weight", "q4_0_8x8", "no: ", "256x513"):
         assert words in out
     code, out, _ = run(capsys, "inspect", model, "--json")
     data = json.loads(out)

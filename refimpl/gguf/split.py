@@ -186,8 +186,9 @@ def find_split(path: str) -> str:
     ModelError
         E_SPLIT_NAME: there are files of several models.
     """
-    pattern = path if glob.has_magic(path) else f"{glob.escape(path)}-00001-of-*.gguf"
-    matches = sorted(match for match in glob.glob(pattern) if os.path.isfile(match))
+    matches: list[str] = []
+    for pattern in (f"{glob.escape(path)}-00001-of-*.gguf", path):
+        matches = matches or sorted(match for match in glob.glob(pattern) if os.path.isfile(match))
     names = [_SHARD_NAME.fullmatch(match) for match in matches]
     sets = {
         (name["prefix"], name["count"]) if name else ("", match) for name, match in zip(names, matches, strict=True)

@@ -29,8 +29,10 @@ class LoadCancelled(RefimplError):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One tensor to be repacked: where it lies in the file, its shape in row groups, and its place in memory."""
+    """One tensor to be repacked: where it lies in which file, its shape in row groups, and its place in memory."""
 
+    file: Bytes
+    reclaimer: Reclaimer
     layout: Layout
     source: tuple[int, int]
     groups: int
@@ -66,8 +68,6 @@ class Steps:
 
 def copy_all(
     copies: list[Copy],
-    file: Bytes,
-    reclaimer: Reclaimer,
     repack_groups: Callable[..., None],
     threads: int,
     steps: Steps,
@@ -78,14 +78,14 @@ def copy_all(
         group_bytes = copy.blocks * copy.layout.super_block_bytes
         low, high = first * group_bytes, (first + count) * group_bytes
         start = copy.source[0]
-        source = file[start + low : start + high]
+        source = copy.file[start + low : start + high]
         repack_groups(copy.layout, source, copy.target[low:high], count, copy.blocks)
-        reclaimer.behind(copy.source, start + low, start + high)
+        copy.reclaimer.behind(copy.source, start + low, start + high)
 
     def finish(copy: Copy, parts: list[Future[None]]) -> None:
         for part in parts:
             part.result()
-        reclaimer.finished(copy.source)
+        copy.reclaimer.finished(copy.source)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="refimpl-load") as pool:
         running: deque[tuple[Copy, list[Future[None]]]] = deque()

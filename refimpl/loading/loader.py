@@ -13,15 +13,15 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from refimpl.errors import ModelError, UsageError
+from refimpl.errors import UsageError
 from refimpl.gguf.header import Header, TensorInfo
 from refimpl.gguf.packaged import PACKAGED, packaged_model
-from refimpl.gguf.source import open_header
 from refimpl.gguf.validate import validate_model
 from refimpl.layouts import Layout
 from refimpl.loading.arena import Arena
@@ -30,8 +30,9 @@ from refimpl.loading.mapping import FileMapping
 from refimpl.loading.memory import current_rss, peak_rss, reset_peak
 from refimpl.loading.model import LoadedModel, LoadedTensor, LoadReport
 from refimpl.loading.reclaim import Policy, Reclaimer
+from refimpl.model.checks import check_alignment, open_checked
 from refimpl.placement.devices import resolve_cpu
-from refimpl.placement.llama import BUFFER_ALIGNMENT, Placement, Row, place_header
+from refimpl.placement.llama import Placement, Row, place_header
 from refimpl.repacking.llama import CpuFeatures
 from refimpl.repacking.tensor import group_function
 from refimpl.units import mib, pad
@@ -53,9 +54,9 @@ def load(
     check_tensors: bool = False,
     restart_peak: bool = False,
 ) -> LoadedModel:
-    """Load a model from a file (or a packaged model by name) into memory.
+    """Load a model from its file, or from any file of a split set, or a packaged model by name.
 
-    The file is mapped shared and read-only. Tensors that llama.cpp would put into CPU_REPACK on this `cpu` are copied
+    Each file is mapped shared and read-only. Tensors that llama.cpp would put into CPU_REPACK on this `cpu` are copied
     through the repack kernels into one anonymous arena by `threads` threads (default: the CPUs this process may use);
     everything else stays in the mapping. `reclaim`: "progressive" drops source pages right behind the copy, "end" after
     the last copy as llama.cpp pull request 24156 does, "never" keeps them. `prefetch` brings the in-place tensors into
@@ -76,9 +77,9 @@ def load(
     features = resolve_cpu(cpu) if isinstance(cpu, str) else cpu
     clock = _Clock()
     path = packaged_model(source) if isinstance(source, str) and source in PACKAGED else source
-    with open_header(path, dialect="llama.cpp") as header:
+    with open_checked(path) as header:
         placement = place_header(header.kv, header.tensors, cpu=features, repack=repack)
-        _check_data(header, placement)
+        check_alignment(header, (header.tensors[row.index] for row in placement.rows if row.buffer_type == "CPU"))
         clock.mark("header")
         if check_tensors:
             _check_tensors(header, placement, threads)
@@ -93,27 +94,31 @@ def load(
     clock.restart()
     resources: list[Any] = []
     try:
-        mapping = FileMapping(path, header.size)
-        resources.append(mapping)
+        files: list[_File] = []
+        for number, shard in enumerate(header.shards):
+            mapping = FileMapping(shard.path or path, shard.size)
+            resources.append(mapping)
+            files.append(_File(mapping, Reclaimer(mapping.advise, reclaim, _dead_ranges(header, placement, number))))
         arena = Arena([row.nbytes for row in placement.rows if row.layout])
         resources.append(arena)
         clock.mark("map")
-        reclaimer = Reclaimer(mapping.advise, reclaim, _dead_ranges(header, placement))
         steps = partial(Steps, callback=progress)
-        tensors = _fill(header, placement, mapping, arena, reclaimer, repack_groups, steps, clock, prefetch, threads)
+        tensors = _fill(header, placement, files, arena, repack_groups, steps, clock, prefetch, threads)
     except BaseException as error:
         _forget_views(error)
         for resource in reversed(resources):
             resource.close()
         raise
     seconds = time.perf_counter() - start
-    if reclaimer.reclaimed:
-        log.info("reclaimed %s MiB of source pages of repacked tensors", mib(reclaimer.reclaimed))
-    warnings = reclaimer.warnings + _placement_warnings(placement)
+    reclaimed = sum(file.reclaimer.reclaimed for file in files)
+    if reclaimed:
+        log.info("reclaimed %s MiB of source pages of repacked tensors", mib(reclaimed))
+    warnings = list(dict.fromkeys(warning for file in files for warning in file.reclaimer.warnings))
+    warnings += _placement_warnings(placement)
     for warning in warnings:
         log.warning("%s", warning)
     copied = [row for row in placement.rows if row.layout]
-    offsets = [tensor.absolute_offset for tensor in header.tensors]
+    places = [(tensor.absolute_offset, tensor.shard) for tensor in header.tensors]
     report = LoadReport(
         model=os.fspath(source),
         architecture=placement.architecture,
@@ -131,19 +136,26 @@ def load(
         repacked_bytes=sum(row.nbytes for row in copied),
         layouts=dict(sorted(Counter(row.layout.name for row in copied if row.layout).items())),
         in_place_bytes=sum(row.nbytes for row in placement.rows if row.buffer_type == "CPU"),
-        reclaimed_bytes=reclaimer.reclaimed,
-        buffers=placement.buffer_bytes(offsets),
+        reclaimed_bytes=reclaimed,
+        buffers=placement.buffer_bytes([offset for offset, _ in places], [shard for _, shard in places]),
         warnings=warnings,
     )
     return LoadedModel(tensors, report, resources)
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One shard in the address space, and the account of what was given back of it."""
+
+    mapping: FileMapping
+    reclaimer: Reclaimer
+
+
 def _fill(
     header: Header,
     placement: Placement,
-    mapping: FileMapping,
+    files: list[_File],
     arena: Arena,
-    reclaimer: Reclaimer,
     repack_groups: Callable[..., None],
     steps: Callable[..., Steps],
     clock: _Clock,
@@ -151,27 +163,31 @@ def _fill(
     threads: int,
 ) -> dict[str, LoadedTensor]:
     """Copy what is repacked, prefetch what stays, give the rest back. Frames from here on hold the only views."""
-    tensors, copies = _tensors(header, placement, mapping, arena)
+    tensors, copies = _tensors(header, placement, files, arena)
     in_place = [row for row in placement.rows if row.buffer_type == "CPU"]
     calls = steps([row.nbytes for row in in_place], [copy.target.nbytes for copy in copies])
-    copy_all(copies, mapping.bytes, reclaimer, repack_groups, threads, calls)
+    copy_all(copies, repack_groups, threads, calls)
     clock.mark("copy")
     if prefetch:
-        for tensor in _merged(_range(header.tensors[row.index]) for row in in_place):
-            mapping.prefetch(*tensor)
-            reclaimer.beside(tensor)
+        used = [header.tensors[row.index] for row in in_place]
+        for number, file in enumerate(files):
+            for tensor in _merged(_range(info) for info in used if info.shard == number):
+                file.mapping.prefetch(*tensor)
+                file.reclaimer.beside(tensor)
         clock.mark("prefetch")
-    reclaimer.at_end()
+    for file in files:
+        file.reclaimer.at_end()
     clock.mark("reclaim")
     return tensors
 
 
-def _dead_ranges(header: Header, placement: Placement) -> Iterator[tuple[int, int]]:
-    """Byte ranges of the tensors that are copied and that nobody reads in place: known before the first copy."""
+def _dead_ranges(header: Header, placement: Placement, shard: int) -> Iterator[tuple[int, int]]:
+    """Byte ranges of a file's tensors that are copied and that nobody reads in place: known before the first copy."""
     kept = {row.index for row in placement.rows if row.buffer_type == "CPU"}
     for row in placement.rows:
-        if row.layout and row.index not in kept:
-            yield _range(header.tensors[row.index])
+        tensor = header.tensors[row.index]
+        if row.layout and row.index not in kept and tensor.shard == shard:
+            yield _range(tensor)
 
 
 def _forget_views(error: BaseException) -> None:
@@ -188,18 +204,6 @@ def _threads(threads: int | None) -> int:
     if threads < 1:
         raise UsageError("E_THREADS", f"at least one thread is needed, not {threads}")
     return threads
-
-
-def _check_data(header: Header, placement: Placement) -> None:
-    """Every tensor inside the file (gguf.md 6.2), and a data start that a mapped buffer can have (gguf.md 4)."""
-    for tensor in header.tensors:
-        start, end = _range(tensor)
-        if end > header.size:
-            text = f"{tensor.name} ends at byte {end}, the file at {header.size}: incomplete download?"
-            raise ModelError("E_DATA_BOUNDS", text, tensor=tensor.name, offset=start, expected=end, found=header.size)
-    if header.data_start % BUFFER_ALIGNMENT and any(row.buffer_type == "CPU" for row in placement.rows):
-        text = f"data start {header.data_start} is not a multiple of {BUFFER_ALIGNMENT}, as a mapped buffer needs"
-        raise ModelError("E_DATA_ALIGN", text, offset=header.data_start)
 
 
 def _check_tensors(header: Header, placement: Placement, threads: int) -> None:
@@ -242,7 +246,7 @@ def _compile(layouts: set[Layout]) -> Callable[..., None]:
 
 
 def _tensors(
-    header: Header, placement: Placement, mapping: FileMapping, arena: Arena
+    header: Header, placement: Placement, files: list[_File], arena: Arena
 ) -> tuple[dict[str, LoadedTensor], list[Copy]]:
     """Every tensor's memory (nothing is copied yet), and the copies to be made, by file offset."""
     tensors: dict[str, LoadedTensor] = {}
@@ -250,16 +254,20 @@ def _tensors(
     for row in placement.rows:
         if row.buffer_type is None:
             continue
-        start, end = _range(header.tensors[row.index])
+        info = header.tensors[row.index]
+        file = files[info.shard]
+        start, end = _range(info)
         if row.layout is None:
-            data = mapping.bytes[start:end]
+            data = file.mapping.bytes[start:end]
         else:
             target = arena.tensor(len(copies))
-            copies.append(Copy(row.layout, (start, end), *row.layout.geometry(row.shape), target))
+            geometry = row.layout.geometry(row.shape)
+            copies.append(Copy(file.mapping.bytes, file.reclaimer, row.layout, (start, end), *geometry, target))
             data = target.view()
             data.flags.writeable = False
         tensors[row.key] = LoadedTensor(row.key, row.type, row.layout, row.shape, row.buffer_type, data)
-    copies.sort(key=lambda copy: copy.source)
+    shard = {id(file.reclaimer): number for number, file in enumerate(files)}
+    copies.sort(key=lambda copy: (shard[id(copy.reclaimer)], copy.source))
     return tensors, copies
 
 

@@ -86,11 +86,12 @@ class Placement:
         """Bytes of all tensors of the file, a doubly held one counted once."""
         return sum(row.nbytes for row in self.rows if not row.copy)
 
-    def buffer_bytes(self, offsets: Sequence[int] | None = None) -> dict[str, int]:
+    def buffer_bytes(self, offsets: Sequence[int] | None = None, shards: Sequence[int] | None = None) -> dict[str, int]:
         """Bytes per buffer as the real program logs them; only buffers that hold something.
 
         With mmap, "CPU_Mapped" is the span from the first in-place byte to the last, repacked tensors in between
-        included; it needs the tensors' `offsets` (by index), or takes those of a file without gaps.
+        included; it needs the tensors' `offsets` (by index), or takes those of a file without gaps. Tensors of several
+        files (`shards`, by index) have a span in each, and the sum is given.
         """
         if offsets is None:
             offsets, position = [], 0
@@ -102,8 +103,12 @@ class Placement:
         copied = [row for row in self.rows if row.buffer_type == "CPU_REPACK"]
         sizes = {}
         if in_place and self.mmap:
-            ends = [offsets[row.index] + row.nbytes for row in in_place]
-            sizes["CPU_Mapped"] = max(ends) - min(offsets[row.index] for row in in_place)
+            spans: dict[int, tuple[int, int]] = {}
+            for row in in_place:
+                shard, start = shards[row.index] if shards else 0, offsets[row.index]
+                low, high = spans.get(shard, (start, start))
+                spans[shard] = min(low, start), max(high, start + row.nbytes)
+            sizes["CPU_Mapped"] = sum(high - low for low, high in spans.values())
         elif in_place:
             sizes["CPU"] = sum(pad(row.nbytes, BUFFER_ALIGNMENT) for row in in_place)
         if copied:
