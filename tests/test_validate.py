@@ -544,7 +544,7 @@ def reading_by(header, read):
 
 @pytest.fixture
 def model(tmp_path):
-    """A model of good random weights in which two tensors are bad, the second one twice."""
+    """A model of good random weights in which two tensors are bad, the second one three times."""
     path = tmp_path / "small.gguf"
     write_model(path)
     raw = bytearray(path.read_bytes())
@@ -555,7 +555,7 @@ def model(tmp_path):
         raw[header.tensor("output_norm.weight").absolute_offset + 4 * 200 + 3] = 0x7F
         raw[header.tensor("output_norm.weight").absolute_offset + 4 * 200 + 2] = 0x80
         attn = header.tensor("blk.0.attn_output.weight")  # q6_K, one block per row
-        for row in (77, 200):
+        for row in (77, 79, 200):
             raw[attn.absolute_offset + 210 * row + 209] = 0x7C
     path.write_bytes(raw)
     return path

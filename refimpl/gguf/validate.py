@@ -344,8 +344,7 @@ def _walk(
     firsts: list[tuple[int, bytes] | None] = [None] * len(infos)
 
     def run(number: int, start: int, piece: Scan) -> tuple[int, int, bytes] | None:
-        known = firsts[number]
-        if known is not None and known[0] < start:
+        if firsts[number] is not None:
             return None
         info = infos[number]
         data = header.shards[info.shard].read(info.absolute_offset + start, piece.end())
@@ -359,8 +358,7 @@ def _walk(
         result = part.result()
         if result is not None:
             number, offset, value = result
-            known = firsts[number]
-            if known is None or offset < known[0]:
+            if firsts[number] is None:  # slices end in their order, so what is found first is the first
                 firsts[number] = offset, value
         progress.add(nbytes)
 
