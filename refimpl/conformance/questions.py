@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from refimpl.conformance.containers import stages, view_difference
 from refimpl.conformance.report import one_line
 from refimpl.conformance.schema import Entry, JsonObject, Vectors
 from refimpl.conformance.streams import MASKS, masked_stream
@@ -25,7 +26,8 @@ from refimpl.types import type_by_name
 @dataclass(frozen=True, slots=True)
 class Question:
     """One request. An answer is compared with `expected` in the keys that it has; of each tuple in `main` it must
-    have one. `may_refuse`: an error is as good as the expected output. `optional`: "unsupported" does no harm.
+    have one. `may_refuse`: an error is as good as the expected output, if it has the `code` that matters, if any.
+    `optional`: "unsupported" does no harm.
     """
 
     op: str
@@ -34,6 +36,7 @@ class Question:
     main: tuple[tuple[str, ...], ...]
     may_refuse: bool = False
     optional: bool = False
+    code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,10 @@ def _problem(file: Vectors, exam: Exam, entry: Entry) -> str | None:
 def judge(question: Question, answer: Mapping[str, Any]) -> str | None:
     """Why an answer (`output` or `error`) is wrong, in one line; None if it is right."""
     if "error" in answer:
-        return None if question.may_refuse else f"error {one_line(answer['error']['code'])} in place of an output"
+        found = answer["error"]["code"]
+        if question.may_refuse and question.code in (None, found):
+            return None
+        return f"error {one_line(found)} in place of {question.code or 'an output'}"
     output = answer["output"]
     for alternatives in question.main:
         if not any(key in output for key in alternatives):
@@ -157,6 +163,7 @@ _COMPARE: dict[str, Callable[[Any, Any, str], str | None]] = {
     "src_b64": _bytes_difference,
     "cpu_repack": _pairs_difference,
     "buffer_mib": _mib_difference,
+    "parsed": view_difference,
 }
 
 
@@ -340,7 +347,15 @@ _VALIDATE = {
     ),
 }  # fmt: skip
 
+
+def _open(file: Vectors, entry: Entry) -> Iterator[Question]:
+    for given, expected in stages(entry.body):
+        main = tuple((key,) for key in ("result", "code") if key in expected)
+        yield Question("open", given, expected, main, "code" in expected, code=expected.get("code"))
+
+
 EXAMS: dict[tuple[str, str], dict[str, Exam]] = {
+    ("gguf", "llama.cpp"): {"cases": Exam(_open, {"want": OBJECTS}, {}, {})},
     ("repack", "llama.cpp"): {
         "cases": Exam(
             _repack,

@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from refimpl.conformance import containers
 from refimpl.conformance.schema import JsonObject
 from refimpl.errors import LayoutError
 from refimpl.gguf.validate import validate_row_data, validate_tensor
@@ -136,7 +137,12 @@ def _validate(given: JsonObject, version: Version) -> JsonObject:
     return {"valid": validate_tensor(data, kind, shape, dialect=dialect, function=function, version=version).valid}
 
 
+def _open(given: JsonObject, version: Version) -> JsonObject:
+    return containers.answer(given)
+
+
 _ANSWERS: dict[tuple[str, str], Callable[[JsonObject, Version], JsonObject]] = {
+    ("gguf", "open"): _open,
     ("repack", "repack"): _repack,
     ("repack", "unpack"): _unpack,
     ("repack-dispatch", "layout"): _layout,
