@@ -77,6 +77,19 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--digest", action="store_true", help="print the sha256 of every tensor as it lies in memory")
     load.add_argument("--quiet", action="store_true", help="no progress bar")
 
+    check = command("check", _check, "check a file: its container, and with --check-tensors its data")
+    _model_argument(check)
+    check.add_argument("--check-tensors", action="store_true", help="look for Inf and NaN in every tensor")
+    check.add_argument(
+        "-vq", "--validate-quants", action="store_true", help="the same by ik_llama.cpp's other function"
+    )
+    check.add_argument("--dialect", choices=["llama.cpp", "ik_llama.cpp"], help="whose types and rules")
+    check.add_argument(
+        "--mode", default="oracle", metavar="MODE", help="oracle: as the real function (default); correct: as it should"
+    )
+    check.add_argument("--load-threads", type=int, metavar="N", help="threads that look (default: all CPUs)")
+    check.add_argument("--quiet", action="store_true", help="no progress bar")
+
     layout = command("layout", _layout, "show a repack layout: fields, offsets, rules")
     layout.add_argument(
         "name", metavar="NAME", help="such as q4_K_8x8 or q4_k_r4; without a name: all of them", nargs="?"
@@ -169,6 +182,36 @@ def _load(options: argparse.Namespace) -> int:
     extra = {} if digests is None else {"digests": digests}
     _print(options, lambda: loaded.report.to_json() | extra, lambda: load_text(loaded.report, digests))
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from refimpl.gguf.source import open_header
+    from refimpl.gguf.validate import validate_model
+    from refimpl.gguf.validate_rules import ROW_DATA, TENSOR
+    from refimpl.render.check import check_data, check_text
+    from refimpl.render.text import progress_bar
+
+    model = _model(options)
+    functions = [ROW_DATA] * options.check_tensors + [TENSOR] * options.validate_quants
+    dialect: Any = options.dialect or ("ik_llama.cpp" if options.validate_quants else "llama.cpp")
+    with open_header(model, dialect=dialect) as header, progress_bar("checking", options.quiet) as progress:
+        results = {
+            function: validate_model(
+                header,
+                dialect=dialect,
+                function=function,
+                mode=options.mode,
+                threads=options.load_threads,
+                progress=progress,
+            )
+            for function in functions
+        }
+    _print(
+        options,
+        lambda: check_data(header, model, dialect, options.mode, results),
+        lambda: check_text(header, dialect, options.mode, results),
+    )
+    return 0 if all(results.values()) else 1
 
 
 def _layout(options: argparse.Namespace) -> int:

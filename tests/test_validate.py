@@ -714,6 +714,31 @@ def test_load_checks_source_bytes_of_repacked_tensors_and_takes_a_good_model(mod
     assert caught.value.text.startswith("1 tensor holds bad data: output.weight (row 999, block 0, dmin at byte 143858")
 
 
+def test_check_finds_the_same(model, capsys):
+    assert main(["check", str(model)]) == 0
+    assert capsys.readouterr().out == "container: good (llama.cpp), 12 tensors\n"
+    assert main(["check", str(model), "--check-tensors"]) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    first, second, *bad = out.splitlines()
+    assert first == "container: good (llama.cpp), 12 tensors"
+    assert second.startswith("data: 2 bad of 12 tensors, ")
+    assert second.endswith(" (llama.cpp, ggml_validate_row_data)")
+    assert [line.rpartition(" is 0x")[0] for line in bad] == [
+        "E_TENSOR_DATA: output_norm.weight: row 0, block 200, value at byte 800",
+        "E_TENSOR_DATA: blk.0.attn_output.weight: row 77, block 0, d at byte 16378",
+    ]
+    assert main(["check", "-m", str(model), "--check-tensors", "-vq", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["dialect"], set(report["looked_at"])) == ("ik_llama.cpp", {ROW_DATA, TENSOR})
+    assert [(f["code"], f["tensor"], f["row"], f["function"]) for f in report["findings"]] == [
+        ("E_TENSOR_DATA", "output_norm.weight", 0, ROW_DATA),
+        ("E_TENSOR_DATA", "blk.0.attn_output.weight", 77, ROW_DATA),
+    ]
+    assert main(["check", str(model), "--validate-quants", "--dialect", "llama.cpp"]) == 2
+    assert capsys.readouterr().err.startswith("refimpl: E_FUNCTION: ")
+
+
 @pytest.mark.model
 def test_gemma_is_good(gemma):
     result = validate_model(gemma, dialect="llama.cpp")
