@@ -317,4 +317,4 @@ def test_the_readme_shows_real_requests_and_right_answers_for_every_op() -> None
         assert judge(question, answer) is None
         assert set(answer["output"]) <= set(question.expected)
         ops.add(question.op)
-    assert ops == {"repack", "unpack", "layout", "eligible", "place", "validate"}
+    assert ops == {"open", "repack", "unpack", "layout", "eligible", "place", "validate"}
