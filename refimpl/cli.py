@@ -98,6 +98,29 @@ def _parser() -> argparse.ArgumentParser:
     layout.add_argument("--find", metavar="BYTE[:BIT]", help="where this byte comes from, and where it goes")
     layout.add_argument("--svg", action="store_true", help="print a picture")
 
+    repack = command("repack", _repack, "offline repack for ik_llama.cpp, as llama-quantize --repack writes it")
+    repack.add_argument("source", metavar="IN", help="a GGUF file, or the first of a split set")
+    repack.add_argument("out", metavar="OUT")
+    repack.add_argument(
+        "--repack-pattern", action="append", default=[], metavar="RE[,RE]", help="only tensors that fit one"
+    )
+    repack.add_argument("--keep-split", action="store_true", help="as many files as IN has")
+    repack.add_argument("--override-kv", action="append", default=[], metavar="KEY=TYPE:VALUE", help="set a key-value")
+    repack.add_argument(
+        "--bf16", action=argparse.BooleanOptionalAction, help="repack bf16 and f16 too (default: --cpu says)"
+    )
+    _cpu_argument(repack)
+    repack.add_argument("--force", action="store_true", help="replace an existing OUT")
+    repack.add_argument("--no-fsync", action="store_true", help="do not wait for the disk")
+    repack.add_argument("--no-check", action="store_true", help="do not refuse NaN and infinity in scales")
+    repack.add_argument("--load-threads", type=int, metavar="N", help="threads (default: all CPUs)")
+    repack.add_argument("--quiet", action="store_true", help="no progress bar")
+
+    verify = command("verify", _verify, "is OUT a correct offline repack of IN: the first difference")
+    verify.add_argument("source", metavar="IN")
+    verify.add_argument("out", metavar="OUT")
+    verify.add_argument("--quiet", action="store_true", help="no progress bar")
+
     conformance = command("conformance", _conformance, "run the vectors against refimpl, or against another program")
     conformance.add_argument("--kind", action="append", metavar="K", help="only this kind (repeatable)")
     conformance.add_argument(
@@ -245,6 +268,62 @@ def _byte_and_bit(text: str, size: int) -> tuple[int, int | None]:
     if not (byte.isdecimal() and int(byte) < size and (not colon or (bit.isdecimal() and int(bit) < 8))):
         raise UsageError("E_USAGE", f"--find takes BYTE below {size}, or BYTE:BIT with a bit from 0 to 7, not {text!r}")
     return int(byte), int(bit) if colon else None
+
+
+def _repack(options: argparse.Namespace) -> int:
+    import signal
+
+    from refimpl.gguf.packaged import PACKAGED, packaged_model
+    from refimpl.placement.devices import resolve_cpu
+    from refimpl.render.text import facts, progress_bar
+    from refimpl.repacking.offline import offline_repack
+    from refimpl.units import human
+
+    if options.load_threads is not None and options.load_threads < 1:
+        raise UsageError("E_THREADS", f"at least one thread is needed, not {options.load_threads}")
+    bf16 = resolve_cpu(options.cpu).avx512_bf16 if options.bf16 is None else options.bf16
+    source = packaged_model(options.source) if options.source in PACKAGED else options.source
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no temporary file behind
+    with progress_bar("repacking", options.quiet) as progress:
+        report = offline_repack(
+            source,
+            options.out,
+            patterns=options.repack_pattern,
+            keep_split=options.keep_split,
+            overrides=options.override_kv,
+            bf16=bf16,
+            force=options.force,
+            fsync=not options.no_fsync,
+            check=not options.no_check,
+            threads=options.load_threads,
+            progress=progress,
+        )
+    types = ", ".join(f"{count} x {name}" for name, count in report.types.items())
+    lines = [("repacked", f"{report.repacked} of {report.tensors} tensors" + f": {types}" * bool(types))]
+    lines += [("wrote", f"{name}") for name in report.files] or [("wrote", "nothing: there is nothing to repack")]
+    lines += [("bytes", f"{report.nbytes} ({human(report.nbytes)})")] * bool(report.files)
+    _print(options, report.to_json, lambda: facts(lines))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from refimpl.gguf.packaged import PACKAGED, packaged_model
+    from refimpl.render.text import facts, progress_bar
+    from refimpl.repacking.verify import verify
+
+    source = packaged_model(options.source) if options.source in PACKAGED else options.source
+    with progress_bar("comparing", options.quiet) as progress:
+        verdict = verify(source, options.out, progress=progress)
+    lines = [
+        (
+            f"{difference.tensor or 'file'}:",
+            difference.what + "".join(f", {k} {v}" for k, v in difference.place.items()),
+        )
+        for difference in verdict.differences
+    ]
+    lines += [("correct:", f"{verdict.tensors} tensors, {verdict.repacked} repacked")] * verdict.correct
+    _print(options, verdict.to_json, lambda: facts(lines))
+    return 0 if verdict.correct else 1
 
 
 def _conformance(options: argparse.Namespace) -> int:

@@ -59,6 +59,16 @@ def bit_map(layout: Layout) -> BitMap:
     return BitMap(tuple(sources), frozenset(inverted.tolist()), frozenset())
 
 
+def field_of_bit(layout: IkLayout, byte: int, bit: int) -> dict[str, object]:
+    """The field of a super-block that a bit belongs to, and the row and bit that it comes from."""
+    row, source = bit_map(layout).sources[8 * byte + bit]
+    for part in layout.parts:
+        for t in range(part.count):
+            if any(part.source(t, b) == (source // 8, source % 8) for b in range(part.bits)):
+                return {"field": part.name, "row": row, "source_byte": source // 8, "source_bit": source % 8}
+    raise AssertionError(f"bit {bit} of byte {byte} belongs to no field of {layout.name}")
+
+
 def _repacked(layout: LlamaLayout, blocks: np.ndarray) -> np.ndarray:
     out = np.empty_like(blocks)
     repack_groups(layout, blocks.reshape(-1), out.reshape(-1), len(blocks), 1)
