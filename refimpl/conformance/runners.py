@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 
 from refimpl.conformance import containers
 from refimpl.conformance.schema import JsonObject
-from refimpl.errors import LayoutError
+from refimpl.errors import LayoutError, ModelError
+from refimpl.gguf.packaged import packaged_model
 from refimpl.gguf.validate import validate_row_data, validate_tensor
 from refimpl.gguf.validate_rules import ROW_DATA
 from refimpl.placement.llama import TensorSpec, place
 from refimpl.repacking.ik import layout_for as layout_for_ik
 from refimpl.repacking.llama import CpuFeatures, layout_for, refusal
+from refimpl.repacking.offline import offline_repack
 from refimpl.repacking.tensor import Version, repack, unpack
 from refimpl.types import type_by_id, type_by_name
 from refimpl.units import mib
@@ -141,10 +146,49 @@ def _open(given: JsonObject, version: Version) -> JsonObject:
     return containers.answer(given)
 
 
+def _offline(given: JsonObject, version: Version) -> JsonObject:
+    """Files in a folder of their own; the exit code is that of the real tool, 0 or 1."""
+    options = given["options"]
+
+    def values(name: str) -> list[str]:
+        return [options[i + 1] for i, option in enumerate(options[:-1]) if option == name]
+
+    with tempfile.TemporaryDirectory() as folder:
+        names = [os.path.basename(item["file"]) for item in given["inputs"]]
+        for name, item in zip(names, given["inputs"], strict=True):
+            path = Path(folder, "in", name)
+            path.parent.mkdir(exist_ok=True)
+            if "packaged" in item:
+                path.symlink_to(packaged_model(item["packaged"]))
+            else:
+                path.write_bytes(base64.b64decode(item["data_b64"], validate=True))
+        out = Path(folder, "out", os.path.basename(given["out"]))
+        out.parent.mkdir()
+        try:
+            report = offline_repack(
+                Path(folder, "in", names[0]),
+                out,
+                patterns=values("--repack-pattern"),
+                overrides=values("--override-kv"),
+                keep_split="--keep-split" in options,
+                bf16=given["bf16"],
+                fsync=False,
+            )
+        except ModelError:
+            return {"outputs": [], "exit_code": 1}
+        outputs = []
+        for name in report.files:
+            with open(name, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            outputs.append({"file": os.path.basename(name), "bytes": os.path.getsize(name), "sha256": digest})
+        return {"outputs": outputs, "exit_code": 0}
+
+
 _ANSWERS: dict[tuple[str, str], Callable[[JsonObject, Version], JsonObject]] = {
     ("gguf", "open"): _open,
     ("repack", "repack"): _repack,
     ("repack", "unpack"): _unpack,
+    ("offline-repack", "offline"): _offline,
     ("repack-dispatch", "layout"): _layout,
     ("repack-dispatch", "eligible"): _eligible,
     ("repack-placement", "place"): _place,
