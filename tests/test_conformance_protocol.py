@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from refimpl import conformance
+from refimpl.conformance.judging import judge
 from refimpl.conformance.protocol import SILENT_LIMIT, Misbehaviour, Program, parse_answer
-from refimpl.conformance.questions import exam_of, judge
+from refimpl.conformance.questions import exam_of
 from refimpl.conformance.report import Report, Result
 from refimpl.conformance.schema import packaged_vectors
 from refimpl.errors import UsageError

@@ -6,8 +6,9 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 
+from refimpl.conformance.judging import judge
 from refimpl.conformance.protocol import Misbehaviour, Program
-from refimpl.conformance.questions import EXAMS, Exam, check_file, exam_of, judge
+from refimpl.conformance.questions import EXAMS, Exam, check_file, exam_of
 from refimpl.conformance.report import Report, Result, Status, one_line
 from refimpl.conformance.runners import VERSIONS, Unsupported, answer
 from refimpl.conformance.schema import (

