@@ -65,5 +65,9 @@ class VectorError(RefimplError, ValueError):
     """A vectors file that is not what its schema says (E_VECTORS)."""
 
 
+class RecipeError(RefimplError, ValueError):
+    """A recipe that describes no file, or a file that no recipe describes (E_RECIPE)."""
+
+
 class ClosedError(RefimplError, ValueError):
     """E_CLOSED: a tensor of a model that was closed already."""

@@ -1,6 +1,6 @@
 """The linter of vectors files: `python -m refimpl.conformance.lint [--write-index] [FILE or FOLDER ...]`.
 
-A folder is a golden tree: each of its files is checked and compared with its index.json. A file is checked alone.
+A folder is a golden tree: each of its files and recipes is checked and compared with its index.json. A file is checked alone.
 One line per finding; exit 0 if there is none, else 1 (golden/README.md, "Files" and "Changing a file").
 """
 
@@ -68,7 +68,7 @@ def recipe_row(root: Path, path: Path) -> JsonObject:
 
 
 def write_index(root: Path) -> None:
-    """Write index.json from the files that are there. VectorError, RecipeError: one of them is not what it should be."""
+    """Write index.json from the files that are there. VectorError, RecipeError: one of them is not sound."""
     rows = [index_row(root, path) for path in vectors_files(root)]
     recipes = [recipe_row(root, path) for path in recipe_files(root)]
     (root / INDEX).write_bytes(canonical({"schema": SCHEMA, "kind": "index", "files": rows, "recipes": recipes}))
