@@ -63,7 +63,16 @@ def _parser() -> argparse.ArgumentParser:
     inspect = command("inspect", _inspect, "show a header: key-values, bytes per type, what would be repacked")
     _model_argument(inspect)
     _cpu_argument(inspect)
+    _dialect_arguments(inspect)
     inspect.add_argument("--tensors", action="store_true", help="list every tensor with its place and the reason")
+    inspect.add_argument(
+        "--recipe", action="store_true", help="print the recipe: all of the header as JSON, no weights"
+    )
+
+    sparse = command("make-sparse", _make_sparse, "write a recipe's header with a hole in the place of the weights")
+    sparse.add_argument("recipe", metavar="RECIPE", help="a JSON file, as inspect --recipe prints it")
+    sparse.add_argument("out", metavar="OUT", help="the file to be written")
+    sparse.add_argument("--force", action="store_true", help="replace OUT if it is there")
 
     load = command("load", _load, "load a model: mapped, repacked for the CPU, source pages given back")
     _model_argument(load)
@@ -77,13 +86,15 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--digest", action="store_true", help="print the sha256 of every tensor as it lies in memory")
     load.add_argument("--quiet", action="store_true", help="no progress bar")
 
-    check = command("check", _check, "check a file: its container, and with --check-tensors its data")
+    check = command(
+        "check", _check, "check a model: container, loader, and with --check-tensors its data; a line per finding"
+    )
     _model_argument(check)
     check.add_argument("--check-tensors", action="store_true", help="look for Inf and NaN in every tensor")
     check.add_argument(
         "-vq", "--validate-quants", action="store_true", help="the same by ik_llama.cpp's other function"
     )
-    check.add_argument("--dialect", choices=["llama.cpp", "ik_llama.cpp"], help="whose types and rules")
+    _dialect_arguments(check)
     check.add_argument(
         "--mode", default="oracle", metavar="MODE", help="oracle: as the real function (default); correct: as it should"
     )
@@ -139,6 +150,11 @@ def _model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--model", dest="named", metavar="FILE", help="the same, as the real programs spell it")
 
 
+def _dialect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dialect", choices=["llama.cpp", "ik_llama.cpp"], help="whose types and rules")
+    parser.add_argument("--allow-gaps", action="store_true", help="in ik_llama.cpp's dialect: gaps between tensors")
+
+
 def _cpu_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpu", default="native", metavar="PROFILE", help="native (default) or a profile, such as x86-64-v3"
@@ -175,7 +191,12 @@ def _inspect(options: argparse.Namespace) -> int:
 
     cpu = resolve_cpu(options.cpu)
     model = _model(options)
-    with open_header(model) as header:
+    with open_header(model, dialect=options.dialect, allow_gaps=options.allow_gaps, partial=True) as header:
+        if options.recipe:
+            from refimpl.gguf.recipe import recipe_lines, recipe_of
+
+            sys.stdout.writelines(recipe_lines(recipe_of(header, os.path.basename(model).removesuffix(".gguf"))))
+            return 0
         data = inspection(header, model, cpu, options.cpu)
     _print(options, lambda: data, lambda: inspection_text(data, all_tensors=options.tensors))
     return 0
@@ -208,33 +229,52 @@ def _load(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from refimpl.gguf.source import open_header
     from refimpl.gguf.validate import validate_model
     from refimpl.gguf.validate_rules import ROW_DATA, TENSOR
+    from refimpl.model.checks import all_findings
     from refimpl.render.check import check_data, check_text
     from refimpl.render.text import progress_bar
 
     model = _model(options)
     functions = [ROW_DATA] * options.check_tensors + [TENSOR] * options.validate_quants
     dialect: Any = options.dialect or ("ik_llama.cpp" if options.validate_quants else "llama.cpp")
-    with open_header(model, dialect=dialect) as header, progress_bar("checking", options.quiet) as progress:
-        results = {
-            function: validate_model(
-                header,
-                dialect=dialect,
-                function=function,
-                mode=options.mode,
-                threads=options.load_threads,
-                progress=progress,
-            )
-            for function in functions
-        }
+    header, found = all_findings(model, dialect=dialect, allow_gaps=options.allow_gaps)
+    results = {}
+    # The data can be looked at where they are all there.
+    if header is not None and all(error.code != "E_DATA_BOUNDS" for error in found):
+        with header, progress_bar("checking", options.quiet) as progress:
+            for function in functions:
+                results[function] = validate_model(
+                    header,
+                    dialect=dialect,
+                    function=function,
+                    mode=options.mode,
+                    threads=options.load_threads,
+                    progress=progress,
+                )
     _print(
         options,
-        lambda: check_data(header, model, dialect, options.mode, results),
-        lambda: check_text(header, dialect, options.mode, results),
+        lambda: check_data(header, model, dialect, found, options.mode, results),
+        lambda: check_text(header, dialect, found, options.mode, results),
     )
-    return 0 if all(results.values()) else 1
+    return 1 if found or not all(results.values()) else 0
+
+
+def _make_sparse(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from refimpl.gguf.files import coded
+    from refimpl.gguf.recipe import make_sparse, read_recipe
+
+    try:
+        raw = Path(options.recipe).read_bytes()
+    except OSError as error:
+        raise coded(error, f"cannot read {options.recipe}") from error
+    recipe = read_recipe(raw, options.recipe)
+    make_sparse(recipe, options.out, force=options.force)
+    if options.json:
+        print(json.dumps({"file": options.out, "bytes": recipe["file_size"], "tensors": len(recipe["tensors"])}))
+    return 0
 
 
 def _layout(options: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ Exact for architecture llama. For every other known one: architecture, names, bo
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from refimpl.errors import GGUFError, ModelError, RefimplError
@@ -145,17 +144,21 @@ def check_alignment(header: Header, in_place: Iterable[TensorInfo] | None = None
         raise finding
 
 
-def all_findings(source: Source, *, dialect: Dialect = "llama.cpp", allow_gaps: bool = False) -> Iterator[RefimplError]:
-    """Everything that a reader of the container or the model loader has against a model.
+def all_findings(
+    source: Source, *, dialect: Dialect = "llama.cpp", allow_gaps: bool = False
+) -> tuple[Header | None, list[RefimplError]]:
+    """Everything that a reader of the container or the model loader has against a model, and its header.
 
-    A rule of the container ends it at once, since nothing behind it can be read. What the machine refuses is raised.
+    A broken rule of the container, or of split sets, comes last, since nothing behind it can be read; the header is
+    None then. It is the caller's to close otherwise. In ik_llama.cpp's dialect the files are checked, not the model.
+    OpenError, MachineError and UsageError are raised.
     """
     checks, found = FileChecks(), list[RefimplError]()
 
     def each_shard(shard: Header) -> None:
-        before = Counter(error.code for error in found)
-        found.extend(checks.findings(shard))
-        if Counter(error.code for error in found)["E_DATA_BOUNDS"] == before["E_DATA_BOUNDS"]:
+        here = list(checks.findings(shard))
+        found.extend(here)
+        if all(error.code != "E_DATA_BOUNDS" for error in here):
             try:
                 check_data(shard, shard.size)
             except GGUFError as error:
@@ -164,12 +167,9 @@ def all_findings(source: Source, *, dialect: Dialect = "llama.cpp", allow_gaps: 
     try:
         header = open_header(source, dialect=dialect, allow_gaps=allow_gaps, each_shard=each_shard)
     except (GGUFError, ModelError) as error:
-        found.append(error)
-        yield from found
-        return
-    with header:
-        yield from found
-        mismatch = any(error.fields.get("key") == "general.architecture" for error in found)
-        if not mismatch:
-            yield from model_findings(header)
-        yield from alignment_findings(header)
+        return None, [*found, error]
+    if dialect == "llama.cpp":
+        if all(error.fields.get("key") != "general.architecture" for error in found):
+            found.extend(model_findings(header))
+        found.extend(alignment_findings(header))
+    return header, found
