@@ -159,6 +159,7 @@ def place_header(
         raise ModelError("E_ARCH", "general.architecture is missing", field="general.architecture")
     if not isinstance(name, str):
         raise ModelError("E_KV_TYPE_MISMATCH", "general.architecture is not a string", field="general.architecture")
+    name = name.partition("\0")[0]  # as a C program sees it
     layers, unused = kv.get(f"{name}.block_count"), kv.get(f"{name}.nextn_predict_layers")
     return place(
         name,
