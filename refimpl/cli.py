@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -304,10 +305,10 @@ def _layout(options: argparse.Namespace) -> int:
 
 def _byte_and_bit(text: str, size: int) -> tuple[int, int | None]:
     """BYTE[:BIT]; UsageError E_USAGE if it is none, or past the super-block."""
-    byte, colon, bit = text.partition(":")
-    if not (byte.isdecimal() and int(byte) < size and (not colon or (bit.isdecimal() and int(bit) < 8))):
+    byte, _, bit = text.partition(":")
+    if not re.fullmatch(r"[0-9]{1,9}(:[0-7])?", text) or int(byte) >= size:
         raise UsageError("E_USAGE", f"--find takes BYTE below {size}, or BYTE:BIT with a bit from 0 to 7, not {text!r}")
-    return int(byte), int(bit) if colon else None
+    return int(byte), int(bit) if bit else None
 
 
 def _repack(options: argparse.Namespace) -> int:

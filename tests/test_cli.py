@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from models import SMALL, write_model
@@ -94,14 +95,43 @@ def test_inspect_shows_what_no_loader_takes(capsys, tmp_path):
     assert refused(capsys, "load", path) == (3, "E_ARCH")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.source_type.name}-{layout.name}")
 def test_layout(capsys, layout):
-    code, out, _ = run(capsys, "layout", layout.name.upper())
+    arguments = ["layout", layout.name.upper(), "--source", layout.source_type.name]
+    code, out, _ = run(capsys, *arguments)
     assert code == 0
-    assert all(field.name in out for field in layout.fields)
-    _, out, _ = run(capsys, "layout", layout.name, "--json")
+    assert layout.name in out
+    _, out, _ = run(capsys, *arguments, "--json")
     data = json.loads(out)
-    assert data["super_block_bytes"] == sum(field["target_bytes"] for field in data["fields"])
+    if "rule" in data:
+        assert refused(capsys, *arguments, "--find", "0") == (2, "E_LAYOUT_BITS")
+        return
+    assert len(data["source_of_target_bit"]) == 8 * data["super_block_bytes"]
+    starts = [field["target_offset"] for field in data["fields"]]
+    assert starts == sorted(starts)
+
+
+def test_find_in_both_directions(capsys):
+    _, out, _ = run(capsys, "layout", "q4_k_r4", "--find", "100:6", "--json")
+    (origin,) = json.loads(out)["target"]
+    assert (origin["row"], origin["source_byte"], origin["source_bit"]) == (1, 28, 2)
+    _, out, _ = run(capsys, "layout", "q4_k_r4", "--find", "28:2", "--json")
+    goes = [x for x in json.loads(out)["source"] if x["row"] == origin["row"]]
+    assert [(x["target_byte"], x["target_bit"]) for x in goes] == [(100, 6)]
+    _, out, _ = run(capsys, "layout", "q4_0_8x8", "--find", "20")
+    assert out.count("inverted") == 2
+    assert "goes to" not in out  # a source block has 18 bytes
+    for wrong in ("576", "1:8", "x", "-1", "1:", "1:1:1", "٣"):
+        assert refused(capsys, "layout", "q4_k_r4", f"--find={wrong}") == (2, "E_USAGE")
+    assert refused(capsys, "layout", "--find", "1") == (2, "E_USAGE")
+
+
+def test_picture(capsys):
+    code, out, _ = run(capsys, "layout", "iq3_s_r4", "--svg")
+    assert code == 0
+    root = ElementTree.fromstring(out)
+    assert root.tag.endswith("svg")
+    assert out.count("<rect") > 440
 
 
 def test_all_layouts(capsys):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from refimpl.conformance.containers import view_difference
+from refimpl.conformance.needs import is_pair
 from refimpl.conformance.report import one_line
 from refimpl.conformance.schema import JsonObject
 
@@ -83,7 +84,7 @@ def _bytes_difference(found: Any, expected: Any, where: str) -> str | None:
 
 def _pairs_difference(found: Any, expected: list[list[str]], where: str) -> str | None:
     """[name, layout] pairs in any order."""
-    if not isinstance(found, list) or not all(_is_pair(pair) for pair in found):
+    if not isinstance(found, list) or not all(is_pair(pair) for pair in found):
         return f"{where} is not a list of [name, layout]"
     if sorted(found) == sorted(expected):
         return None

@@ -26,7 +26,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and _is_pair(value[:2]) and _is_shape(value[2])
+    return isinstance(value, list) and len(value) == 3 and is_pair(value[:2]) and _is_shape(value[2])
 
 
 def _is_recipe(value: Any) -> bool:
@@ -35,7 +35,7 @@ def _is_recipe(value: Any) -> bool:
     return isinstance(value.get("arch"), str) and all(map(_is_tensor, value["tensors"]))
 
 
-def _is_pair(value: Any) -> bool:
+def is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(x, str) for x in value)
 
 
@@ -59,7 +59,7 @@ OBJECT = Need("an object", lambda value: isinstance(value, dict))
 BY_NUMBER = Need(
     "an object with numbers as keys", lambda value: isinstance(value, dict) and all(key.isdecimal() for key in value)
 )
-PAIRS = Need("a list of pairs of strings", lambda value: isinstance(value, list) and all(_is_pair(x) for x in value))
+PAIRS = Need("a list of pairs of strings", lambda value: isinstance(value, list) and all(is_pair(x) for x in value))
 INTEGER = Need("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
 DIALECT = Need("llama.cpp or ik_llama.cpp", lambda value: value in ("llama.cpp", "ik_llama.cpp"))
 BASE64 = Need("bytes in base64", _is_base64)
