@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llvmlite import ir
-from refimpl.kernels._vector import I16, V16, WIDTH, Emitter, Value
 
+from refimpl.kernels._vector import I16, V16, WIDTH, Emitter, Value
 from refimpl.layouts.ik import IkLayout, bit_sources, sign_code_bytes
 
 Byte = tuple[int, int]

@@ -12,12 +12,12 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from refimpl.errors import LayoutError
 from refimpl.kernels import _vector, ik_bits, ik_whole, llama_chunks
 from refimpl.kernels._jit import fingerprint, kernel
 from refimpl.kernels._vector import WIDTH, Emitter
 from refimpl.kernels.llama_repack import REPACK, REPACK_STREAMED, STREAMED_BYTES, UNPACK, fence
-
-from refimpl.errors import LayoutError
 from refimpl.layouts import base, ik, llama
 from refimpl.layouts.ik import IK_LAYOUTS, IkLayout
 

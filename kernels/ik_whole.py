@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llvmlite import ir
+
 from refimpl.kernels import llama_chunks
 from refimpl.kernels._vector import I8, I16, I32, Emitter, Value
-
 from refimpl.layouts.llama import Field
 
 F32 = ir.FloatType()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from refimpl.kernels._vector import WIDTH, Emitter, Value
-
 from refimpl.layouts.llama import Field
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from refimpl.kernels._vector import WIDTH, Emitter, Value
-
 from refimpl.layouts.llama import Field
 
 

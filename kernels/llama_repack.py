@@ -12,10 +12,10 @@ from numba import types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
 from refimpl.kernels import _vector, llama_chunks, llama_nibbles, llama_scales
 from refimpl.kernels._jit import fingerprint, kernel
 from refimpl.kernels._vector import WIDTH, Emitter
-
 from refimpl.layouts import base, llama
 from refimpl.layouts.llama import LLAMA_LAYOUTS, LlamaLayout, Rule
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refimpl.kernels._vector import WIDTH, Emitter, Value
-
 from refimpl.layouts.llama import Field
 
 

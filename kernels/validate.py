@@ -14,6 +14,7 @@ from numba import types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
 from refimpl.kernels._jit import kernel
 
 if TYPE_CHECKING:

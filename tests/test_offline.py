@@ -215,7 +215,7 @@ for _ in range(kills):
     if child == 0:
         while True:
             offline.offline_repack(source, out, force=True, threads=2)
-    time.sleep(random.random() * 0.05)
+    time.sleep(random.random() * 0.15)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     absent += not out.exists()
