@@ -53,7 +53,8 @@ def recipe_of(header: Header, name: str) -> Recipe:
         "arch": header.architecture or "",
         "gguf_version": header.version,
         "alignment": header.alignment,
-        "file_size": header.size,
+        # Of a download that has not come to its data yet, the size that it will have.
+        "file_size": header.size if header.size >= header.data_start else header.data_start + end,
         "kv": {_text(pair.key): _value(pair) for pair in header.kv.items_raw()},
         "tensors": [[_text(t.raw_name), t.type.name, list(t.shape)] for t in header.tensors],
         "tensor_bytes": sum(tensor.nbytes or 0 for tensor in header.tensors),
