@@ -317,6 +317,12 @@ def test_timeouts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused(server.url + "/small.gguf") == "E_REMOTE"
 
 
+def test_weights_are_not_loaded_over_the_net(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", server.url + "/small.gguf"]) == 2
+    assert capsys.readouterr().err.startswith("refimpl: E_USAGE: ")
+    assert server.requests == []
+
+
 def test_nobody_there() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -22,6 +22,7 @@ import numpy as np
 from refimpl.errors import UsageError
 from refimpl.gguf.header import Header, TensorInfo
 from refimpl.gguf.packaged import PACKAGED, packaged_model
+from refimpl.gguf.remote import is_address
 from refimpl.gguf.validate import validate_model
 from refimpl.layouts import Layout
 from refimpl.loading.arena import Arena
@@ -73,6 +74,8 @@ def load(
         raise UsageError("E_LOAD_MODE", f"load mode {load_mode!r} is not built; there are auto and mmap")
     if reclaim not in ("progressive", "end", "never"):
         raise UsageError("E_RECLAIM", f"reclaim is progressive, end or never, not {reclaim!r}")
+    if isinstance(source, str) and is_address(source):
+        raise UsageError("E_USAGE", f"{source} is an address; only its header can be read, download it to load it")
     threads = _threads(threads)
     features = resolve_cpu(cpu) if isinstance(cpu, str) else cpu
     clock = _Clock()
