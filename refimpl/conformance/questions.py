@@ -119,7 +119,7 @@ def _repack(file: Vectors, entry: Entry) -> Iterator[Question]:
     )
     if body["eligible"]:
         interleaved = repack(source, source_type, body["layout"], body["ne"], version="clear")
-        if hashlib.sha256(interleaved).hexdigest() != body["dst_sha256"]:
+        if hashlib.sha256(interleaved.tobytes()).hexdigest() != body["dst_sha256"]:
             return  # the file or the clear version is wrong: the bytes to be undone are not known
         yield Question(
             "unpack",
@@ -149,7 +149,7 @@ def _repack_ik(file: Vectors, entry: Entry) -> Iterator[Question]:
     layout = layout_for_ik(given["name"], source_type, body["ne"], bf16=True)
     if layout is not None and layout.invertible:
         interleaved = repack(source, source_type, layout, body["ne"], version="clear")
-        if hashlib.sha256(interleaved).hexdigest() != body["dst_sha256"]:
+        if hashlib.sha256(interleaved.tobytes()).hexdigest() != body["dst_sha256"]:
             return
         yield Question(
             "unpack",
