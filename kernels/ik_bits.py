@@ -171,7 +171,7 @@ def row_loads(layout: IkLayout) -> list[int]:
     return starts
 
 
-def pack(emit: Emitter, layout: IkLayout, rows: Sequence[Value], packed: Value) -> None:
+def pack(emit: Emitter, rows: Sequence[Value], packed: Value, layout: IkLayout) -> None:
     """One source block of every row into a super-block."""
     sources, codes = bit_sources(layout), set(sign_code_bytes(layout))
     windows = RowWindows(emit, layout, rows)
@@ -189,7 +189,7 @@ def pack(emit: Emitter, layout: IkLayout, rows: Sequence[Value], packed: Value) 
         )
 
 
-def unpack(emit: Emitter, layout: IkLayout, rows: Sequence[Value], packed: Value) -> None:
+def unpack(emit: Emitter, rows: Sequence[Value], packed: Value, layout: IkLayout) -> None:
     """The inverse: a super-block into one block of every row."""
     size, total, codes = layout.source_type.block_bytes, layout.super_block_bytes, set(sign_code_bytes(layout))
     back: dict[Origin, Origin] = {}

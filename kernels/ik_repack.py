@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class Walk:
     row_step: int
     target_step: int
     columns: int = 1
-    rest_columns: int = 0
+    rest_columns: int = 1
 
 
 def walk(layout: IkLayout) -> Walk:
@@ -58,10 +58,21 @@ _STEPS: dict[str, tuple[Callable[..., None], Callable[..., None] | None]] = {
     "q8_KV": (ik_whole.q8_kv_columns, None),
 }
 _RESTS: dict[str, tuple[Callable[..., None], Callable[..., None] | None]] = {
-    "bf16": (ik_whole.two_columns, ik_whole.two_columns_back),
+    "bf16": (ik_whole.row_heads, ik_whole.row_heads_back),  # two columns are four bytes of each row
     "f16": (ik_whole.two_columns_of_f16, None),
 }
 HEAD, STEP, REST = 0, 1, 2
+
+
+def _functions(layout: IkLayout, piece: int, backwards: bool) -> list[Callable[..., None]]:
+    """What emits a piece of a group; nothing where a layout has no such piece."""
+    if piece == HEAD:
+        return [ik_whole.row_heads_back if backwards else ik_whole.row_heads] if walk(layout).group_head else []
+    if layout.whole == "bits":
+        function = ik_bits.unpack if backwards else ik_bits.pack
+        return [partial(function, layout=layout)] if piece == STEP else []
+    chosen = (_STEPS if piece == STEP else _RESTS).get(layout.whole, (None, None))[backwards]
+    return [chosen] if chosen else []
 
 
 def steps_together(layout: IkLayout) -> int:
@@ -83,17 +94,7 @@ def _emit(typingctx: Any, index: Any, mode: Any, piece: Any, sources: Any, packe
         for number in range(steps_together(layout) if streamed else 1):
             emit.base = number * path.target_step
             rows = [builder.add(first, builder.mul(stride, stride.type(r))) for r in range(layout.rows)]
-            if what == HEAD and backwards:
-                for i in range(0, layout.rows, 4):
-                    emit.scatter(rows[i : i + 4], 0, 4, emit.load(packed, 4 * i))
-            elif what == HEAD:
-                for i in range(0, layout.rows, 4):
-                    emit.store(packed, 4 * i, emit.gather(rows[i : i + 4], 0, 4))
-            elif layout.whole == "bits":
-                (ik_bits.unpack if backwards else ik_bits.pack)(emit, layout, rows, packed)
-            else:
-                function = (_STEPS if what == STEP else _RESTS)[layout.whole][backwards]
-                assert function is not None
+            for function in _functions(layout, what, backwards):
                 function(emit, rows, packed)
             first = builder.add(first, first.type(path.row_step))
         return context.get_dummy_value()
@@ -112,52 +113,22 @@ def compiled(index: int, mode: int) -> Any:
     together = steps_together(layout) if mode == REPACK_STREAMED else 1
     rest_bytes, rest_target = rest_columns * size, rest_columns * size * n
 
-    if rest_columns:
-
-        @kernel
-        def run(packed: int, rows: int, groups: int, blocks: int) -> None:
-            stride = blocks * size
-            for g in range(groups):
-                place, at = packed + g * n * stride, rows + g * n * stride
-                for _ in range(blocks // columns // together):
-                    _emit(index, mode, STEP, sources, place, at, stride)
-                    place += together * target_step
-                    at += together * row_step
-                for _ in range(blocks % columns // rest_columns):
-                    _emit(index, mode, REST, sources, place, at, stride)
-                    place += rest_target
-                    at += rest_bytes
-            fence()
-
-        return run
-
-    if group_head:
-
-        @kernel
-        def run(packed: int, rows: int, groups: int, blocks: int) -> None:
-            stride = meta + blocks * size
-            for g in range(groups):
-                place, at = packed + g * n * stride, rows + g * n * stride
-                _emit(index, mode, HEAD, sources, place, at, stride)
-                place += group_head
-                at += row_head
-                for _ in range(blocks // together):
-                    _emit(index, mode, STEP, sources, place, at, stride)
-                    place += together * target_step
-                    at += together * row_step
-            fence()
-
-        return run
-
     @kernel
     def run(packed: int, rows: int, groups: int, blocks: int) -> None:
-        stride = blocks * size
+        stride = meta + blocks * size
         for g in range(groups):
             place, at = packed + g * n * stride, rows + g * n * stride
-            for _ in range(blocks // together):
+            _emit(index, mode, HEAD, sources, place, at, stride)
+            place += group_head
+            at += row_head
+            for _ in range(blocks // columns // together):
                 _emit(index, mode, STEP, sources, place, at, stride)
                 place += together * target_step
                 at += together * row_step
+            for _ in range(blocks % columns // rest_columns):
+                _emit(index, mode, REST, sources, place, at, stride)
+                place += rest_target
+                at += rest_bytes
         fence()
 
     return run

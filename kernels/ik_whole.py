@@ -37,21 +37,21 @@ def columns_of_f16(emit: Emitter, rows: Sequence[Value], packed: Value) -> None:
     llama_chunks.interleave(emit, COLUMNS_16, rows, packed, lambda vector: f16_to_bf16(emit, vector))
 
 
-def two_columns(emit: Emitter, rows: Sequence[Value], packed: Value) -> None:
-    """The last columns of a row whose length is no multiple of eight, two by two."""
-    for first in range(0, 16, 4):
-        emit.store(packed, 4 * first, emit.gather(rows[first : first + 4], 0, 4))
-
-
 def two_columns_of_f16(emit: Emitter, rows: Sequence[Value], packed: Value) -> None:
     """The same with the conversion."""
     for first in range(0, 16, 4):
         emit.store(packed, 4 * first, f16_to_bf16(emit, emit.gather(rows[first : first + 4], 0, 4)))
 
 
-def two_columns_back(emit: Emitter, rows: Sequence[Value], packed: Value) -> None:
-    """The inverse of two_columns."""
-    for first in range(0, 16, 4):
+def row_heads(emit: Emitter, rows: Sequence[Value], packed: Value) -> None:
+    """The first four bytes of every row, an f32, in row order: what a target group with row metadata begins with."""
+    for first in range(0, len(rows), 4):
+        emit.store(packed, 4 * first, emit.gather(rows[first : first + 4], 0, 4))
+
+
+def row_heads_back(emit: Emitter, rows: Sequence[Value], packed: Value) -> None:
+    """The inverse."""
+    for first in range(0, len(rows), 4):
         emit.scatter(rows[first : first + 4], 0, 4, emit.load(packed, 4 * first))
 
 

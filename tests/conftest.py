@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -34,3 +37,15 @@ def gemma() -> Path:
 def outside(tmp_path: Path) -> dict[str, str]:
     """An environment for child processes that import the installed package, not what lies in the current folder."""
     return {**os.environ, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Write a document as a vectors file."""
+
+    def to_file(content: Any, name: str = "mine.json") -> Path:
+        path = tmp_path / name
+        path.write_bytes(json.dumps(content).encode())
+        return path
+
+    return to_file

@@ -4,51 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
-from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vectors_help import ENVELOPE, Write, counts, document
 
 from refimpl import conformance
-from refimpl.conformance.report import Report
-from refimpl.conformance.schema import Vectors, packaged_vectors, parse_vectors
+from refimpl.conformance.schema import parse_vectors
 from refimpl.errors import RefimplError, VectorError
 
-ENVELOPE = {"schema": "refimpl-golden/1", "dialect": "llama.cpp", "source": {"project": "x", "commit": "y"}}
 MXFP4 = "llama.cpp/ggml_validate_row_data/mxfp4/ok"
-Write = Callable[..., Path]
-
-
-@cache
-def packaged(kind: str) -> Vectors:
-    (file,) = (file for file in packaged_vectors([kind]) if file.dialect != "ik_llama.cpp")
-    return file
-
-
-def document(kind: str, *ids: str) -> dict[str, Any]:
-    """A copy of a packaged file with these entries only."""
-    file = packaged(kind)
-    chosen = dict(file.document)
-    for key in {entry.container for entry in file.entries}:
-        chosen[key] = [body for body in chosen[key] if body["id"] in ids]
-    return deepcopy(chosen)
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def to_file(content: Any, name: str = "mine.json") -> Path:
-        path = tmp_path / name
-        path.write_bytes(json.dumps(content).encode())
-        return path
-
-    return to_file
-
-
-def counts(report: Report) -> tuple[int, int, int]:
-    return report.passed, report.failed, report.skipped
 
 
 def test_gzip_and_plain_are_the_same(tmp_path: Path, write: Write) -> None:

@@ -7,53 +7,20 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from vectors_help import ENVELOPE, Write, counts, document, packaged
 
 from refimpl import conformance
 from refimpl.conformance import judging, questions, runners
 from refimpl.conformance.report import Report, Result, one_line
-from refimpl.conformance.schema import KINDS, Vectors, packaged_vectors
+from refimpl.conformance.schema import KINDS, packaged_vectors
 from refimpl.conformance.streams import splitmix64
 from refimpl.errors import LayoutError, UsageError
 from refimpl.repacking import reference
-
-ENVELOPE = {"schema": "refimpl-golden/1", "dialect": "llama.cpp", "source": {"project": "x", "commit": "y"}}
-Write = Callable[..., Path]
-
-
-@cache
-def packaged(kind: str) -> Vectors:
-    file, *_ = (file for file in packaged_vectors([kind]) if kind != "repack" or file.dialect == "llama.cpp")
-    return file
-
-
-def document(kind: str, *ids: str) -> dict[str, Any]:
-    """A copy of a packaged file with these entries only."""
-    file = packaged(kind)
-    chosen = dict(file.document)
-    for key in {entry.container for entry in file.entries}:
-        chosen[key] = [body for body in chosen[key] if body["id"] in ids]
-    return deepcopy(chosen)
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def to_file(content: Any, name: str = "mine.json") -> Path:
-        path = tmp_path / name
-        path.write_bytes(json.dumps(content).encode())
-        return path
-
-    return to_file
-
-
-def counts(report: Report) -> tuple[int, int, int]:
-    return report.passed, report.failed, report.skipped
 
 
 def test_all_packaged_vectors_pass() -> None:
