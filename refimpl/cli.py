@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -23,6 +24,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Exit code: 0 done, 1 the answer is no, 2 usage, 3 bad input, 4 the machine refused."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that the terminal cannot show is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
     try:
         options = _parser().parse_args(arguments)
         code: int = options.run(options)
@@ -43,10 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(code: str, text: str, exit_code: int) -> int:
-    line = f"refimpl: {code}: {text}\n"
-    sys.stderr.write(
-        line.encode(sys.stderr.encoding or "utf-8", "backslashreplace").decode(sys.stderr.encoding or "utf-8")
-    )
+    print(f"refimpl: {code}: {text}", file=sys.stderr)
     return exit_code
 
 
@@ -178,7 +179,7 @@ def _model(options: argparse.Namespace) -> str:
 
 def _print(options: argparse.Namespace, data: Any, text: Any) -> None:
     if options.json:
-        print(json.dumps(data(), sort_keys=True, ensure_ascii=False))
+        print(json.dumps(data(), sort_keys=True))
         return
     from refimpl.render.text import show
 
@@ -377,5 +378,5 @@ def _conformance(options: argparse.Namespace) -> int:
         timeout=options.timeout,
         dialect=options.dialect,
     )
-    print(json.dumps(report.to_json(), sort_keys=True, ensure_ascii=False) if options.json else report.to_text())
+    print(json.dumps(report.to_json(), sort_keys=True) if options.json else report.to_text())
     return report.exit_code

@@ -213,6 +213,17 @@ def test_a_closed_pipe_is_no_error(outside, tmp_path):
     assert (len(result.stdout), result.stderr) == (10, "")
 
 
+def test_output_that_the_encoding_cannot_hold(outside, tmp_path):
+    environment = {**outside, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    for arguments, code in ((["layout", "q4_k_r4"], 0), (["layout", "--json"], 0), (["load", "é"], 3)):
+        command = [sys.executable, "-m", "refimpl", *arguments]
+        result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=False)
+        assert result.returncode == code
+        assert result.stdout.isascii()
+        assert b"Traceback" not in result.stderr
+        assert (result.stderr == b"") == (code == 0)
+
+
 @pytest.mark.model
 def test_the_packaged_model_by_name(capsys, gemma):
     code, out, err = run(capsys, "load", "gemma3-270m", "--cpu", "x86-avx512", "--json")

@@ -24,8 +24,9 @@ def show(text: RenderableType) -> None:
         return
     lines = io.StringIO()
     Console(file=lines, width=PLAIN_WIDTH, **plain).print(text)  # type: ignore[arg-type]
+    unicode = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
     for line in lines.getvalue().splitlines():
-        print(line.rstrip())
+        print(line.rstrip() if unicode else line.rstrip().replace("\N{BOX DRAWINGS LIGHT HORIZONTAL}", "-"))
 
 
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
