@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from refimpl.loading.reclaim import Reclaimer
 
 SLICE_BYTES = 4 << 20
 """What one thread copies at a time: small enough for the peak, large enough to keep the threads busy."""
+
+SMALL_BYTES = 6 << 20
+"""Up to this size a tensor's source is dropped at one go: each drop interrupts the other threads' processors."""
 
 Progress = Callable[[int, int], bool | None]
 Bytes = NDArray[np.uint8]
@@ -66,46 +70,48 @@ class Steps:
             raise LoadCancelled("E_CANCELLED", f"cancelled after {self._done} of {self._total} bytes")
 
 
-def copy_all(
-    copies: list[Copy],
-    repack_groups: Callable[..., None],
-    threads: int,
-    steps: Steps,
-) -> None:
+class _Countdown:
+    """Slices of one tensor that are still to be copied, whatever thread copies them."""
+
+    def __init__(self, slices: int) -> None:
+        self._left = slices
+        self._lock = Lock()
+
+    def last(self) -> bool:
+        """One more is done; True for the last of all."""
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+
+def copy_all(copies: list[Copy], repack_groups: Callable[..., None], threads: int, steps: Steps) -> None:
     """Repack all tensors, slice by slice in file order, never more than two slices per thread under way."""
 
-    def run(copy: Copy, first: int, count: int) -> None:
-        group_bytes = copy.blocks * copy.layout.super_block_bytes
+    def run(copy: Copy, first: int, count: int, slices: _Countdown) -> None:
+        group_bytes = copy.layout.group_bytes(copy.blocks)
         low, high = first * group_bytes, (first + count) * group_bytes
         start = copy.source[0]
         source = copy.file[start + low : start + high]
         repack_groups(copy.layout, source, copy.target[low:high], count, copy.blocks)
-        copy.reclaimer.behind(copy.source, start + low, start + high)
-
-    def finish(copy: Copy, parts: list[Future[None]]) -> None:
-        for part in parts:
-            part.result()
-        copy.reclaimer.finished(copy.source)
+        if slices.last():
+            copy.reclaimer.finished(copy.source)
+        elif copy.target.nbytes > SMALL_BYTES:
+            copy.reclaimer.behind(copy.source, start + low, start + high)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="refimpl-load") as pool:
-        running: deque[tuple[Copy, list[Future[None]]]] = deque()
         try:
             slots: deque[Future[None]] = deque()
             for copy in copies:
-                while running and all(part.done() for part in running[0][1]):
-                    finish(*running.popleft())
                 steps.before(copy.target.nbytes)
-                parts: list[Future[None]] = []
-                running.append((copy, parts))
-                step = max(1, SLICE_BYTES // (copy.blocks * copy.layout.super_block_bytes))
-                for first in range(0, copy.groups, step):
+                step = max(1, SLICE_BYTES // copy.layout.group_bytes(copy.blocks))
+                firsts = range(0, copy.groups, step)
+                slices = _Countdown(len(firsts))
+                for first in firsts:
                     if len(slots) >= 2 * threads:
                         slots.popleft().result()
-                    part = pool.submit(run, copy, first, min(step, copy.groups - first))
-                    parts.append(part)
-                    slots.append(part)
-            while running:
-                finish(*running.popleft())
+                    slots.append(pool.submit(run, copy, first, min(step, copy.groups - first), slices))
+            for slot in slots:
+                slot.result()
             steps.end()
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
