@@ -16,7 +16,38 @@ _CACHE = os.environ.get("REFIMPL_KERNEL_CACHE", "1") != "0"
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile on first call: no GIL while it runs, no fast-math, no wrap-around indexing, result kept on disk."""
-    return numba.njit(nogil=True, cache=_CACHE, fastmath=False, boundscheck=False)(function)
+    options = {"nogil": True, "fastmath": False, "boundscheck": False}
+    if _CACHE:
+        try:
+            dispatcher = numba.njit(cache=True, **options)(function)
+        except RuntimeError:  # no folder that can be written
+            return numba.njit(**options)(function)
+        if getattr(dispatcher, "_cache", None) is not None:
+            dispatcher._cache = _Forgiving(dispatcher._cache)
+        return dispatcher
+    return numba.njit(**options)(function)
+
+
+class _Forgiving:
+    """Numba's cache of one function, where a damaged file or a full disk means compiling, not failing."""
+
+    def __init__(self, cache: Any) -> None:
+        self._wrapped = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        try:
+            return self._wrapped.load_overload(signature, target)
+        except Exception:  # whatever unpickling damaged bytes raises
+            return None
+
+    def save_overload(self, signature: Any, data: Any) -> None:
+        try:
+            self._wrapped.save_overload(signature, data)
+        except Exception:
+            return
 
 
 def fingerprint(*modules: ModuleType) -> int:

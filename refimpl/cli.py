@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from refimpl import __version__
@@ -24,11 +25,14 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Exit code: 0 done, 1 the answer is no, 2 usage, 3 bad input, 4 the machine refused."""
+    # A program started with a closed stream has None in its place.
+    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115
+    options = argparse.Namespace(verdict=0)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that the terminal cannot show is no reason to fail
             stream.reconfigure(errors="backslashreplace")
     try:
-        options = _parser().parse_args(arguments)
+        options = _parser().parse_args(arguments, options)
         code: int = options.run(options)
         sys.stdout.flush()
         return code
@@ -37,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has gone; a second failure while Python flushes at exit would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return int(options.verdict)
     except KeyboardInterrupt:
         return _fail("E_INTERRUPTED", "interrupted", INTERRUPTED_EXIT)
     except MemoryError:
@@ -47,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(code: str, text: str, exit_code: int) -> int:
-    print(f"refimpl: {code}: {text}", file=sys.stderr)
+    with suppress(OSError, ValueError):  # nobody may be there to read it
+        print(f"refimpl: {code}: {text}", file=sys.stderr, flush=True)
     return exit_code
 
 
@@ -166,7 +171,7 @@ def _cpu_argument(parser: argparse.ArgumentParser) -> None:
 def _model(options: argparse.Namespace) -> str:
     if (options.positional is None) == (options.named is None):
         raise UsageError("E_USAGE", "name one model, either as MODEL or with -m")
-    model: str = options.positional or options.named
+    model: str = options.named if options.positional is None else options.positional
     from refimpl.gguf.packaged import PACKAGED, packaged_model
 
     if model in PACKAGED:
@@ -363,6 +368,7 @@ def _verify(options: argparse.Namespace) -> int:
         )
         for difference in verdict.differences
     ]
+    options.verdict = 0 if verdict.correct else 1
     lines += [("correct:", f"{verdict.tensors} tensors, {verdict.repacked} repacked")] * verdict.correct
     _print(options, verdict.to_json, lambda: facts(lines))
     return 0 if verdict.correct else 1
@@ -378,5 +384,6 @@ def _conformance(options: argparse.Namespace) -> int:
         timeout=options.timeout,
         dialect=options.dialect,
     )
+    options.verdict = report.exit_code  # stands also if nobody reads the report to its end
     print(json.dumps(report.to_json(), sort_keys=True) if options.json else report.to_text())
     return report.exit_code

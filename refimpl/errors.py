@@ -7,6 +7,13 @@ fields that say where and what. Programming errors stay Python's own exceptions.
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """The text with control characters and the like as escapes: names in a file may hold anything."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 class RefimplError(Exception):
     """Base of all expected failures.
 
@@ -19,7 +26,7 @@ class RefimplError(Exception):
     def __init__(self, code: str, text: str, **fields: object) -> None:
         super().__init__(code, text)
         self.code = code
-        self.text = " ".join(text.split())
+        self.text = printable(" ".join(text.split()))
         self.fields = fields
 
     def __str__(self) -> str:

@@ -170,6 +170,7 @@ def test_an_unreadable_file(capsys, model, monkeypatch):
         ([], "E_USAGE"),
         (["lood"], "E_USAGE"),
         (["load"], "E_USAGE"),
+        (["load", "", "-m", "x"], "E_USAGE"),
         (["load", "a", "-m", "b"], "E_USAGE"),
         (["load", "MODEL", "--nonsense"], "E_USAGE"),
         (["load", "MODEL", "--load-threads", "many"], "E_USAGE"),
@@ -222,6 +223,32 @@ def test_output_that_the_encoding_cannot_hold(outside, tmp_path):
         assert result.stdout.isascii()
         assert b"Traceback" not in result.stderr
         assert (result.stderr == b"") == (code == 0)
+
+
+def test_the_verdict_stands_when_nobody_reads_the_report(outside, tmp_path):
+    impl = f"{sys.executable} -c pass"
+    command = f"('{sys.executable}' -m refimpl conformance --kind repack-placement --impl '{impl}'; echo $? >rc) | true"
+    subprocess.run(command, shell=True, env=outside, cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "rc").read_text() == "1\n"
+
+
+def test_closed_streams(outside, tmp_path):
+    for redirect, code in ((">&-", 0), ("2>&-", 0), (">&- 2>&-", 0)):
+        command = f"'{sys.executable}' -m refimpl layout q4_0_8x8 {redirect}"
+        result = subprocess.run(command, shell=True, env=outside, cwd=tmp_path, check=False, capture_output=True)
+        assert (result.returncode, result.stderr) == (code, b"")
+    command = f"'{sys.executable}' -m refimpl load nothing 2>&-"
+    assert subprocess.run(command, shell=True, env=outside, cwd=tmp_path, check=False).returncode == 3
+
+
+def test_names_in_a_file_cannot_steer_the_terminal(capsys, tmp_path):
+    path = tmp_path / "m.gguf"
+    write_model(path, {**SMALL, "\x1b[31mred\n": ("f32", (8,))}, arch="qwen3")
+    for arguments in (["load", path, "--digest"], ["inspect", path, "--tensors"]):
+        code, out, err = run(capsys, *arguments)
+        assert code == 0
+        assert "\x1b" not in out + err
+        assert "\\x1b[31mred\\n" in out
 
 
 @pytest.mark.model

@@ -18,12 +18,15 @@ from models import SMALL, TIED, write_model
 
 import refimpl
 from refimpl.errors import ClosedError, MachineError, ModelError, RefimplError
-from refimpl.loading import copying
+from refimpl.gguf.values import ValueType
+from refimpl.gguf.writer import write_gguf
+from refimpl.loading import copying, loader
 from refimpl.loading.arena import Arena
 from refimpl.loading.mapping import FileMapping
 from refimpl.loading.memory import current_rss, peak_rss
 from refimpl.loading.reclaim import FOLIO_BYTES, Reclaimer
 from refimpl.repacking.tensor import repack
+from refimpl.types import type_by_name
 
 CPU = "x86-avx512"
 REPACKED = {
@@ -185,6 +188,66 @@ def test_a_file_that_changes_size_while_it_is_opened(small):
     assert caught.value.code == "E_CHANGED"
 
 
+def test_a_file_that_is_replaced_between_header_and_mapping(tmp_path, monkeypatch):
+    path, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    tensors = {"blk.0.attn_q.weight": ("q4_0", (256, 256)), "blk.0.attn_k.weight": ("q8_0", (256, 128))}
+    write_model(path, tensors)
+    write_model(other, dict(reversed(tensors.items())))
+    assert path.stat().st_size == other.stat().st_size
+    compiled = loader._compile
+    monkeypatch.setattr(loader, "_compile", lambda layouts: (os.replace(other, path), compiled(layouts))[1])
+    with pytest.raises(ModelError) as caught:
+        refimpl.load(path, cpu=CPU)
+    assert caught.value.code == "E_CHANGED"
+
+
+def test_empty_tensors_stay_in_place(tmp_path):
+    path = tmp_path / "m.gguf"
+    for name, shape in (("attn_q", (0, 256)), ("attn_k", (256, 0)), ("ffn_up_exps", (256, 0, 4)), ("attn_v", (0, 8))):
+        for more in ({}, {"blk.0.attn_output.weight": ("q4_0", (256, 256))}):
+            write_model(path, {f"blk.0.{name}.weight": ("q4_0", shape), **more})
+            with refimpl.load(path, cpu=CPU) as model:
+                assert model[f"blk.0.{name}.weight"].nbytes == 0
+                assert model.report.repacked_tensors == len(more)
+
+
+def test_names_that_are_no_text_stay_apart(tmp_path):
+    path = tmp_path / "m.gguf"
+    kind, data = type_by_name("f32"), bytes(4)
+    pairs = [("general.architecture", ValueType.STR, "qwen3"), ("qwen3.block_count", ValueType.U32, 1)]
+    write_gguf(path, pairs, [(b"a\xff", kind, (1,), data), (b"a\xfe", kind, (1,), data)])
+    with refimpl.load(path, cpu=CPU) as model:
+        assert len(model) == 2
+
+
+def test_a_failing_kernel_fails_the_load(small, monkeypatch):
+    def broken(layout, source, target, groups, blocks):
+        raise ZeroDivisionError("in a worker")
+
+    monkeypatch.setattr(loader, "_compile", lambda layouts: broken)
+    with pytest.raises(ZeroDivisionError):
+        refimpl.load(small[0], cpu=CPU)
+
+
+def test_weights_cannot_be_made_writable(small):
+    with refimpl.load(small[0], cpu=CPU) as model:
+        for tensor in model.values():
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                tensor.data.setflags(write=True)
+        assert model != refimpl.load(small[0], cpu=CPU)
+        assert len({model, *model.values()}) == len(model) + 1
+
+
+def test_threads_that_do_not_start(small, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(MachineError) as caught:
+        refimpl.load(small[0], cpu=CPU)
+    assert (caught.value.code, caught.value.exit_code) == ("E_THREADS", 4)
+
+
 def test_memory_that_the_system_refuses():
     with pytest.raises(MachineError) as caught:
         Arena([2**62])
@@ -197,6 +260,8 @@ def test_memory_that_the_system_refuses():
         ({"load_mode": "dio"}, "E_LOAD_MODE"),
         ({"reclaim": "sometimes"}, "E_RECLAIM"),
         ({"threads": 0}, "E_THREADS"),
+        ({"threads": float("nan")}, "E_THREADS"),
+        ({"threads": True}, "E_THREADS"),
         ({"cpu": "pentium"}, "E_CPU"),
     ],
 )

@@ -252,6 +252,8 @@ def test_the_variant_for_large_targets_gives_the_same_bytes(layout, rng, monkeyp
         ({"shape": (2**62, 8)}, "E_LAYOUT_SIZE"),
         ({"data": bytes(289)}, "E_LAYOUT_SIZE"),
         ({"data": 288}, "E_LAYOUT_BUFFER"),
+        ({"data": np.zeros(36, "M8[s]")}, "E_LAYOUT_BUFFER"),
+        ({"shape": (32 * 10**5000, 8)}, "E_LAYOUT_SHAPE"),
         ({"data": np.zeros((288, 2), np.uint8)[:, 0]}, "E_LAYOUT_BUFFER"),
         ({"out": bytes(288)}, "E_LAYOUT_BUFFER"),
         ({"out": np.zeros(576, np.uint8)[::2]}, "E_LAYOUT_BUFFER"),
@@ -292,6 +294,26 @@ def test_sources_of_any_buffer_kind_and_alignment(rng, tmp_path):
     assert np.array_equal(repack(memoryview(mapping)[3:], "q4_0", Q4_0, shape), expected)
     assert np.array_equal(repack(source.tobytes(), "Q4_0", "Q4_0_8X8", shape), expected)
     assert np.array_equal(repack(source.view("<u2").reshape(16, -1), "q4_0", Q4_0, shape), expected)
+
+
+def test_sizes_may_be_numpy_integers(rng):
+    source = tensor(Q4_0, (256, 256), rng)
+    packed = repack(source, "q4_0", Q4_0, (np.uint16(256), np.int16(256)))
+    assert np.array_equal(packed, repack(source, "q4_0", Q4_0, (256, 256)))
+
+
+def test_the_variant_is_chosen_by_size_and_alignment(monkeypatch):
+    chosen = []
+    for module, layout in ((llama_repack, Q4_0), (ik_repack, layout_by_name("q4_0_r8"))):
+        monkeypatch.setattr(module, "compiled", lambda index, mode: lambda *a: chosen.append(mode))
+        room = np.zeros(module.STREAMED_BYTES + 32, np.uint8)
+        start = -room.ctypes.data % 16
+        groups = module.STREAMED_BYTES // layout.group_bytes(64)
+        for first, count in ((start, groups + 1), (start + 8, groups + 1), (start, groups - 1)):
+            target = np.lib.stride_tricks.as_strided(room[first:], (count * layout.group_bytes(64),), (1,))
+            module.repack_groups(layout, target, target, count, 64)
+    streamed, plain = llama_repack.REPACK_STREAMED, llama_repack.REPACK
+    assert chosen == [streamed, plain, plain] * 2
 
 
 def test_threads_share_the_kernels(rng):

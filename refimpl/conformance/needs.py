@@ -47,6 +47,7 @@ def _is_base64(value: Any) -> bool:
 
 
 TEXT = Need("a string", lambda value: isinstance(value, str))
+TEXT_OR_NULL = Need("a string or null", lambda value: value is None or isinstance(value, str))
 FLAG = Need("true or false", lambda value: isinstance(value, bool))
 WHOLE = Need("a whole number", _is_whole)
 U64 = Need("a whole number below 2^64", lambda value: _is_whole(value) and value < 1 << 64)

@@ -31,6 +31,7 @@ from refimpl.conformance.needs import (
     SHAPE_OR_NONE,
     SIZE,
     TEXT,
+    TEXT_OR_NULL,
     TEXTS,
     U64,
     U64_OR_NULL,
@@ -261,7 +262,8 @@ EXAMS: dict[tuple[str, str], dict[str, Exam]] = {
         "cases": Exam(
             _repack,
             {
-                "layout": TEXT, "src_type": TEXT, "ne": SHAPE, "seed": U64, "src_nbytes": SIZE, "src_sha256": HASH,
+                "layout": TEXT, "src_type": TEXT, "ne": SHAPE, "seed": U64, "mask": TEXT_OR_NULL,
+                "src_nbytes": SIZE, "src_sha256": HASH,
                 "eligible": FLAG, "dst_sha256": HASH_OR_NULL,
             },
             {}, {}, _repack_hold,
@@ -271,7 +273,8 @@ EXAMS: dict[tuple[str, str], dict[str, Exam]] = {
         "cases": Exam(
             _repack_ik,
             {
-                "src_type": TEXT, "dst_type": TEXT, "ne": SHAPE, "seed": U64_OR_NULL, "src_sha256": HASH,
+                "src_type": TEXT, "dst_type": TEXT, "ne": SHAPE, "seed": U64_OR_NULL,
+                "mask": TEXT_OR_NULL, "src_sha256": HASH,
                 "dst_sha256": HASH,
             },
             {}, {}, _repack_hold,

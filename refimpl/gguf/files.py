@@ -25,6 +25,12 @@ def coded(error: OSError, doing: str) -> RefimplError:
     return MachineError("E_PERMISSION" if error.errno in _FORBIDDEN else "E_IO", text)
 
 
+def file_identity(descriptor: int) -> tuple[int, int, int, int]:
+    """Device, inode, size and time of change: the same as long as it is the same file with the same content."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the name `path` when the block ends, and is gone if it ends by an exception.

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any, BinaryIO, TypeAlias
 
 from refimpl.errors import ClosedError, OpenError, RefimplError, UsageError
-from refimpl.gguf.files import coded
+from refimpl.gguf.files import coded, file_identity
 from refimpl.gguf.header import Header, check_dialect, parse_header
 from refimpl.gguf.packaged import PACKAGED, packaged_model
 from refimpl.gguf.remote import RemoteReader, is_address
@@ -108,6 +108,8 @@ class FileReader:
     def __init__(self, file: Any, size: int, *, owned: bool, path: str | bytes | None = None) -> None:
         self.size = size
         """Bytes of the file when it was opened."""
+        self.identity = file_identity(file.fileno()) if owned else None
+        """What tells this file from another one of the same name."""
         self.path = path
         """The path that it was opened by, if it was opened here."""
         self._file = file

@@ -37,8 +37,11 @@ class Layout:
 
         The row test is on ne1 alone, never on the total number of rows.
         """
-        if not 1 <= len(shape) <= 4 or not all(isinstance(size, Integral) and size > 0 for size in shape):
-            return "a shape has 1 to 4 dimensions, all of them positive integers"
+        if not 1 <= len(shape) <= 4 or not all(
+            isinstance(size, Integral) and 0 < int(size) < 1 << 63 for size in shape
+        ):
+            return "a shape has 1 to 4 dimensions, all of them positive integers below 2^63"
+        shape = [int(size) for size in shape]  # NumPy's integers wrap
         if shape[0] % self.source_type.block_length:
             return f"ne0 = {shape[0]} is not a multiple of the block length {self.source_type.block_length}"
         ne1 = shape[1] if len(shape) > 1 else 1

@@ -11,7 +11,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from refimpl.errors import RefimplError
+from refimpl.errors import MachineError, RefimplError
 from refimpl.layouts import Layout
 from refimpl.loading.reclaim import Reclaimer
 
@@ -113,6 +113,8 @@ def copy_all(copies: list[Copy], repack_groups: Callable[..., None], threads: in
             for slot in slots:
                 slot.result()
             steps.end()
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=True, cancel_futures=True)
+            if isinstance(error, RuntimeError) and "start new thread" in str(error):
+                raise MachineError("E_THREADS", f"the system starts no more threads: {error}") from None
             raise

@@ -40,6 +40,7 @@ from refimpl.units import mib, pad
 
 BEHAVES_LIKE = "llama.cpp 0c1e57098"
 log = logging.getLogger("refimpl")
+log.addHandler(logging.NullHandler())
 
 
 def load(
@@ -76,6 +77,8 @@ def load(
         raise UsageError("E_RECLAIM", f"reclaim is progressive, end or never, not {reclaim!r}")
     if isinstance(source, str) and is_address(source):
         raise UsageError("E_USAGE", f"{source} is an address; only its header can be read, download it to load it")
+    if not isinstance(source, str | os.PathLike):
+        raise UsageError("E_SOURCE", f"load takes a path or a packaged model's name, not {type(source).__name__}")
     threads = _threads(threads)
     features = resolve_cpu(cpu) if isinstance(cpu, str) else cpu
     clock = _Clock()
@@ -99,7 +102,7 @@ def load(
     try:
         files: list[_File] = []
         for number, shard in enumerate(header.shards):
-            mapping = FileMapping(shard.path or path, shard.size)
+            mapping = FileMapping(shard.path or path, shard.size, getattr(shard.read, "identity", None))
             resources.append(mapping)
             files.append(_File(mapping, Reclaimer(mapping.advise, reclaim, _dead_ranges(header, placement, number))))
         arena = Arena([row.nbytes for row in placement.rows if row.layout])
@@ -204,8 +207,8 @@ def _forget_views(error: BaseException) -> None:
 def _threads(threads: int | None) -> int:
     if threads is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if threads < 1:
-        raise UsageError("E_THREADS", f"at least one thread is needed, not {threads}")
+    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+        raise UsageError("E_THREADS", f"threads is a whole number of at least 1, not {threads!r}")
     return threads
 
 
@@ -266,9 +269,11 @@ def _tensors(
             target = arena.tensor(len(copies))
             geometry = row.layout.geometry(row.shape)
             copies.append(Copy(file.mapping.bytes, file.reclaimer, row.layout, (start, end), *geometry, target))
-            data = target.view()
-            data.flags.writeable = False
-        tensors[row.key] = LoadedTensor(row.key, row.type, row.layout, row.shape, row.buffer_type, data)
+            data = np.frombuffer(target.data.toreadonly(), np.uint8)
+        key = row.key
+        while key in tensors:  # names that differ only in bytes that are no text
+            key += "#2"
+        tensors[key] = LoadedTensor(key, row.type, row.layout, row.shape, row.buffer_type, data)
     shard = {id(file.reclaimer): number for number, file in enumerate(files)}
     copies.sort(key=lambda copy: (shard[id(copy.reclaimer)], copy.source))
     return tensors, copies

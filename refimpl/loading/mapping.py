@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refimpl.errors import MachineError, ModelError, OpenError
+from refimpl.gguf.files import file_identity
 
 MADV_POPULATE_READ = 22
 """Linux 5.14: map and read the pages of a range now. Python's mmap module has no name for it yet."""
@@ -22,15 +23,18 @@ class FileMapping:
     object's own hold, and the pages go with the last view.
     """
 
-    def __init__(self, path: str | os.PathLike[str], expected_size: int) -> None:
-        """Map `path`. OpenError E_OPEN, MachineError E_PERMISSION or E_IO, ModelError E_CHANGED if the size differs.
+    def __init__(
+        self, path: str | os.PathLike[str], expected_size: int, identity: tuple[int, ...] | None = None
+    ) -> None:
+        """Map `path`. OpenError E_OPEN, MachineError E_PERMISSION or E_IO, ModelError E_CHANGED if the size differs, or
+        the `identity` of the file whose header was read.
 
-        The size is compared after mapping: access beyond the end of a truncated file kills the process.
+        They are compared after mapping: access beyond the end of a truncated file kills the process.
         """
         try:
             with open(path, "rb") as file:
                 self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                size = os.fstat(file.fileno()).st_size
+                found = file_identity(file.fileno())
                 with suppress(OSError, AttributeError):
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         except FileNotFoundError:
@@ -40,9 +44,10 @@ class FileMapping:
         except (OSError, ValueError) as error:
             raise MachineError("E_IO", f"cannot map {os.fspath(path)}: {error}") from None
         self.size = len(self._map)
-        if not self.size == size == expected_size:
+        size = found[2]
+        if not self.size == size == expected_size or identity not in (None, found):
             self.close()
-            text = f"{os.fspath(path)} changed while it was opened: {expected_size} bytes, then {size}"
+            text = f"{os.fspath(path)} was changed or replaced while it was opened"
             raise ModelError("E_CHANGED", text, expected=expected_size, found=size)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
 

@@ -38,7 +38,7 @@ WITHOUT_OUTPUT = frozenset(
 )
 """Encoders: no output matrix, and no second use of the embedding in its place."""
 
-_BLOCK = re.compile(r"blk\.(\d+)\.")
+_BLOCK = re.compile(r"blk\.([0-9]+)\.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,11 @@ from refimpl.units import pad
 
 BUFFER_ALIGNMENT = 32
 
+EMBEDDING_TWICE = frozenset({"gemma4", "gemma3n"})
+"""The output copy of a tied embedding is made before the embedding, which never merges with it (2026 page, 4.3)."""
+LOADS_UNUSED_BIAS = frozenset({"glm-dsa", "deepseek32"})
+"""These create the router bias of layers that are not loaded (2026 page, 4.4)."""
+
 BufferType = Literal["CPU", "CPU_REPACK"]
 Certainty = Literal["exact", "generic", "unknown"]
 """exact: the architecture's own tensor list; generic: the rules by name alone; unknown: no rule covers the name."""
@@ -138,11 +143,13 @@ def place(
     for index, tensor in enumerate(tensors):
         layer = layer_of(tensor.name)
         unused = first_unused is not None and layer is not None and layer >= first_unused
+        if unused and known.name in LOADS_UNUSED_BIAS and stem_of(tensor.name) == "exp_probs_b":
+            unused = False
         rows.append(_row(known.name, index, tensor, cpu, repack, unused, known.lists(tensor.name)))
         if tensor.name == "token_embd.weight" and all(other.name != "output.weight" for other in tensors):
             if not known.tied and known.exact:
                 raise ModelError("E_TENSOR_MISSING", f"{known.name} needs output.weight", field="output.weight")
-            copy = _tied_copy(rows[-1], cpu, repack) if known.tied else None
+            copy = _tied_copy(known.name, rows[-1], cpu, repack) if known.tied else None
             rows += [copy] if copy else []
     return Placement(known.name, tuple(rows), mmap)
 
@@ -208,12 +215,12 @@ def _row(arch: str, index: int, tensor: Described, cpu: CpuFeatures, repack: boo
     )
 
 
-def _tied_copy(embedding: Row, cpu: CpuFeatures, repack: bool) -> Row | None:
+def _tied_copy(architecture_name: str, embedding: Row, cpu: CpuFeatures, repack: bool) -> Row | None:
     """The embedding used again as output: a second tensor only if it lands in another buffer than the first."""
     reason = refusal("MUL_MAT", embedding.type, embedding.shape, cpu) if repack else "repack is off"
-    if reason:
+    if reason and architecture_name not in EMBEDDING_TWICE:
         return None
-    layout = layout_for(embedding.type, embedding.shape[1], cpu)
+    layout = None if reason else layout_for(embedding.type, embedding.shape[1], cpu)
     return Row(
         index=embedding.index,
         name=embedding.name,
@@ -222,7 +229,7 @@ def _tied_copy(embedding: Row, cpu: CpuFeatures, repack: bool) -> Row | None:
         nbytes=embedding.nbytes,
         tensor_class="OUTPUT",
         op="MUL_MAT",
-        buffer_type="CPU_REPACK",
+        buffer_type="CPU_REPACK" if layout else "CPU",
         layout=layout,
         reason="no output.weight: the embedding is held a second time as output",
         certainty=embedding.certainty,

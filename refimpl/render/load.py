@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Group, RenderableType
 
+from refimpl.errors import printable
 from refimpl.loading.model import LoadReport
 from refimpl.render.text import facts, table
 from refimpl.units import mib
@@ -39,7 +40,7 @@ def load_text(report: LoadReport, digests: dict[str, str] | None) -> RenderableT
     )
     buffers = table("buffers", ["buffer", ">MiB", ">bytes"], [(n, mib(b), b) for n, b in report.buffers.items()])
     parts: list[RenderableType] = [head, "", memory, "", buffers]
-    parts += [f"warning: {warning}" for warning in report.warnings]
+    parts += [f"warning: {printable(warning)}" for warning in report.warnings]
     if digests is not None:
-        parts += ["", *(f"{digest}  {name}" for name, digest in digests.items())]
+        parts += ["", *(f"{digest}  {printable(name)}" for name, digest in digests.items())]
     return Group(*parts)

@@ -12,6 +12,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from refimpl.errors import printable
+
 PLAIN_WIDTH = 400
 """Columns assumed in a file or pipe: nothing is wrapped or cut there."""
 
@@ -36,7 +38,7 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[obj
         numeric = column.startswith(">")
         result.add_column(column.lstrip(">"), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for row in rows:
-        result.add_row(*(str(cell) for cell in row))
+        result.add_row(*(printable(str(cell)) for cell in row))
     return result
 
 
@@ -46,7 +48,7 @@ def facts(pairs: Iterable[tuple[str, object]]) -> Table:
     result.add_column(no_wrap=True)
     result.add_column(overflow="fold")
     for name, value in pairs:
-        result.add_row(name, str(value))
+        result.add_row(printable(name), printable(str(value)))
     return result
 
 

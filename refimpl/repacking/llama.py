@@ -146,6 +146,8 @@ def refusal(
     """
     wanted = {"MUL_MAT": 2, "MUL_MAT_ID": 3}.get(op)
     ne1 = shape[1] if len(shape) > 1 else 1
+    if 0 in shape:
+        return "an empty tensor"
     if wanted is None:
         return f"{op} is not served by CPU_REPACK"
     if dimensions(shape) != wanted:

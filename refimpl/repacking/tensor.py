@@ -129,8 +129,8 @@ def flat_bytes(buffer: Any, name: str, nbytes: int) -> Bytes:
     """A buffer as a flat uint8 array over the same memory. LayoutError E_LAYOUT_BUFFER, E_LAYOUT_SIZE."""
     try:
         view = memoryview(buffer)
-    except TypeError:
-        raise LayoutError("E_LAYOUT_BUFFER", f"{name} has no buffer interface", field=name) from None
+    except (TypeError, ValueError, BufferError):
+        raise LayoutError("E_LAYOUT_BUFFER", f"{name} has no usable buffer interface", field=name) from None
     if not view.c_contiguous:
         raise LayoutError("E_LAYOUT_BUFFER", f"{name} is not contiguous", field=name)
     if view.nbytes != nbytes:
