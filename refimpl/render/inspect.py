@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +17,7 @@ from refimpl.model.architectures import layer_of
 from refimpl.model.checks import FileChecks, model_findings
 from refimpl.placement.llama import place_header
 from refimpl.render.text import facts, table
+from refimpl.repacking.ik import refusal as ik_refusal
 from refimpl.repacking.llama import CpuFeatures
 from refimpl.types import UnknownType
 from refimpl.units import human
@@ -42,6 +43,7 @@ def inspection(header: Header, model: str, cpu: CpuFeatures, cpu_name: str) -> d
     tensors = []
     for tensor in header.tensors:
         row = rows.get(tensor.name)
+        ik_reason = ik_refusal(tensor.name, tensor.type, tensor.shape or (1,), bf16=cpu.avx512_bf16)
         tensors.append(
             {
                 "name": tensor.name,
@@ -55,6 +57,10 @@ def inspection(header: Header, model: str, cpu: CpuFeatures, cpu_name: str) -> d
                     "layout": row.layout.name if row.layout else None,
                     "reason": row.reason,
                     "certainty": row.certainty,
+                },
+                "ik_llama.cpp": {
+                    "layout": None if ik_reason else getattr(tensor.type, "interleaved_as", None),
+                    "reason": ik_reason or "repacked by -rtr and by refimpl repack",
                 },
             }
         )  # fmt: skip
@@ -164,7 +170,11 @@ def inspection_text(data: dict[str, Any], *, all_tensors: bool) -> RenderableTyp
         "",
         table("key-values", ["key", "value"], [(key, _short(value)) for key, value in data["kv"].items()]),
         "",
-        table("bytes per type", ["type", ">tensors", ">bytes", ">MiB", f"CPU_REPACK on {data['cpu']}"], _types(data)),
+        table(
+            "bytes per type",
+            ["type", ">tensors", ">bytes", ">MiB", f"CPU_REPACK on {data['cpu']}", "-rtr"],
+            _types(data),
+        ),
     ]
     parts += [
         "",
@@ -184,9 +194,11 @@ def inspection_text(data: dict[str, Any], *, all_tensors: bool) -> RenderableTyp
     if all_tensors:
         rows = [
             (t["name"], t["type"], "x".join(map(str, t["shape"])), t["offset"], t["bytes"], t["op"] or "-", _place(t))
+            + (_place(t, "ik_llama.cpp"),)
             for t in data["tensors"]
         ]
-        parts += ["", table("tensors", ["name", "type", "shape", ">offset", ">bytes", "op", "CPU_REPACK"], rows)]
+        columns = ["name", "type", "shape", ">offset", ">bytes", "op", "CPU_REPACK", "-rtr"]
+        parts += ["", table("tensors", columns, rows)]
     return Group(*parts)
 
 
@@ -208,19 +220,22 @@ def _types(data: dict[str, Any]) -> list[tuple[object, ...]]:
     lines: list[tuple[object, ...]] = []
     for name, tensors in sorted(groups.items(), key=lambda item: -sum(t["bytes"] or 0 for t in item[1])):
         total = sum(t["bytes"] or 0 for t in tensors)
-        layouts: dict[str, int] = defaultdict(int)
-        for t in tensors:
-            layouts[(t["llama.cpp"] or {}).get("layout") or ""] += 1
-        text = ", ".join(f"{count} as {layout}" for layout, count in sorted(layouts.items()) if layout) or "none"
-        lines.append((name, len(tensors), total, f"{total / 2**20:.2f}", text))
+        repacked = [_counted(tensors, dialect) for dialect in ("llama.cpp", "ik_llama.cpp")]
+        lines.append((name, len(tensors), total, f"{total / 2**20:.2f}", *repacked))
     return lines
 
 
-def _place(tensor: dict[str, Any]) -> str:
-    row = tensor["llama.cpp"]
+def _counted(tensors: list[dict[str, Any]], dialect: str) -> str:
+    """How many of these tensors a dialect repacks into what."""
+    layouts = Counter((tensor[dialect] or {}).get("layout") or "" for tensor in tensors)
+    return ", ".join(f"{count} as {layout}" for layout, count in sorted(layouts.items()) if layout) or "none"
+
+
+def _place(tensor: dict[str, Any], dialect: str = "llama.cpp") -> str:
+    row = tensor[dialect]
     if row is None:
         return "-"
-    mark = "" if row["certainty"] == "exact" else f" ({row['certainty']})"
+    mark = "" if row.get("certainty", "exact") == "exact" else f" ({row['certainty']})"
     return (row["layout"] or f"no: {row['reason']}") + mark
 
 
