@@ -84,6 +84,11 @@ def test_inspect(capsys, model):
     assert code == 0
     assert [t["name"] for t in data["tensors"]] == list(SMALL)
     assert data["tensor_bytes"] == sum(t["bytes"] for t in data["tensors"])
+    ik = {t["name"]: t["ik_llama.cpp"] for t in data["tensors"]}
+    assert ik["blk.0.attn_q.weight"]["layout"] == "q4_0_r8"
+    assert ik["token_embd.weight"]["layout"] is None
+    assert "never repacked" in ik["token_embd.weight"]["reason"]
+    assert "ne1" in ik["blk.0.ffn_up.weight"]["reason"]
 
 
 def test_inspect_shows_what_no_loader_takes(capsys, tmp_path):

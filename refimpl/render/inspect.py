@@ -19,7 +19,7 @@ from refimpl.placement.llama import place_header
 from refimpl.render.text import facts, table
 from refimpl.repacking.ik import refusal as ik_refusal
 from refimpl.repacking.llama import CpuFeatures
-from refimpl.types import UnknownType
+from refimpl.types import DIALECTS, UnknownType
 from refimpl.units import human
 
 _SIZES = {
@@ -31,6 +31,8 @@ MOST = 10
 """Findings of one sort that are listed."""
 SHOWN = 6
 """Elements of an array, and characters of a long string times ten, that are shown."""
+
+TYPE_COLUMNS = ["type", ">tensors", ">bytes", ">MiB"]
 
 
 def inspection(header: Header, model: str, cpu: CpuFeatures, cpu_name: str) -> dict[str, Any]:
@@ -170,11 +172,7 @@ def inspection_text(data: dict[str, Any], *, all_tensors: bool) -> RenderableTyp
         "",
         table("key-values", ["key", "value"], [(key, _short(value)) for key, value in data["kv"].items()]),
         "",
-        table(
-            "bytes per type",
-            ["type", ">tensors", ">bytes", ">MiB", f"CPU_REPACK on {data['cpu']}", "-rtr"],
-            _types(data),
-        ),
+        table("bytes per type", [*TYPE_COLUMNS, f"CPU_REPACK on {data['cpu']}", "-rtr"], _types(data)),
     ]
     parts += [
         "",
@@ -193,8 +191,10 @@ def inspection_text(data: dict[str, Any], *, all_tensors: bool) -> RenderableTyp
         parts += ["", f"held twice (rows and interleaved): {', '.join(data['held_twice'])}"]
     if all_tensors:
         rows = [
-            (t["name"], t["type"], "x".join(map(str, t["shape"])), t["offset"], t["bytes"], t["op"] or "-", _place(t))
-            + (_place(t, "ik_llama.cpp"),)
+            (
+                *(t["name"], t["type"], "x".join(map(str, t["shape"])), t["offset"], t["bytes"], t["op"] or "-"),
+                *(_place(t, dialect) for dialect in DIALECTS),
+            )
             for t in data["tensors"]
         ]
         columns = ["name", "type", "shape", ">offset", ">bytes", "op", "CPU_REPACK", "-rtr"]
@@ -220,7 +220,7 @@ def _types(data: dict[str, Any]) -> list[tuple[object, ...]]:
     lines: list[tuple[object, ...]] = []
     for name, tensors in sorted(groups.items(), key=lambda item: -sum(t["bytes"] or 0 for t in item[1])):
         total = sum(t["bytes"] or 0 for t in tensors)
-        repacked = [_counted(tensors, dialect) for dialect in ("llama.cpp", "ik_llama.cpp")]
+        repacked = [_counted(tensors, dialect) for dialect in DIALECTS]
         lines.append((name, len(tensors), total, f"{total / 2**20:.2f}", *repacked))
     return lines
 
@@ -231,7 +231,7 @@ def _counted(tensors: list[dict[str, Any]], dialect: str) -> str:
     return ", ".join(f"{count} as {layout}" for layout, count in sorted(layouts.items()) if layout) or "none"
 
 
-def _place(tensor: dict[str, Any], dialect: str = "llama.cpp") -> str:
+def _place(tensor: dict[str, Any], dialect: str) -> str:
     row = tensor[dialect]
     if row is None:
         return "-"
