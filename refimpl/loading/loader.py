@@ -256,7 +256,7 @@ def _tensors(
 ) -> tuple[dict[str, LoadedTensor], list[Copy]]:
     """Every tensor's memory (nothing is copied yet), and the copies to be made, by file offset."""
     tensors: dict[str, LoadedTensor] = {}
-    copies: list[Copy] = []
+    copies: list[tuple[int, Copy]] = []  # by shard
     for row in placement.rows:
         if row.buffer_type is None:
             continue
@@ -268,15 +268,15 @@ def _tensors(
         else:
             target = arena.tensor(len(copies))
             geometry = row.layout.geometry(row.shape)
-            copies.append(Copy(file.mapping.bytes, file.reclaimer, row.layout, (start, end), *geometry, target))
+            copy = Copy(file.mapping.bytes, file.reclaimer, row.layout, (start, end), *geometry, target)
+            copies.append((info.shard, copy))
             data = np.frombuffer(target.data.toreadonly(), np.uint8)
         key = row.key
         while key in tensors:  # names that differ only in bytes that are no text
             key += "#2"
         tensors[key] = LoadedTensor(key, row.type, row.layout, row.shape, row.buffer_type, data)
-    shard = {id(file.reclaimer): number for number, file in enumerate(files)}
-    copies.sort(key=lambda copy: (shard[id(copy.reclaimer)], copy.source))
-    return tensors, copies
+    copies.sort(key=lambda item: (item[0], item[1].source))
+    return tensors, [copy for _, copy in copies]
 
 
 def _placement_warnings(placement: Placement) -> list[str]:
